@@ -1,0 +1,48 @@
+# Every target sets up what it needs. `make demo` and `make test` are all a newcomer has to know.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint format bench docs clean
+
+demo: $(VENV)/.ready
+	@echo "demo: a tiny model learns some capitals, an editor learns to edit it, an outdated fact is patched"
+	@$(BIN)/factpatch demo
+
+test: $(VENV)/.ready-dev
+	@echo "test: running the tests"
+	@$(BIN)/pytest
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/pyright
+
+format: $(VENV)/.ready-dev
+	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests
+
+bench: $(VENV)/.ready
+	$(BIN)/factpatch bench edit
+
+docs: $(VENV)/.ready-dev
+	$(BIN)/python docs/make_cli.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache
+
+# torch is asked for exactly and first: a looser request can bring gigabytes of GPU packages along.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "factpatch needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
+	@test -x $(BIN)/python || { echo "setup: making a virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "setup: installing torch (about 200 MB)"
+	@$(PIP) torch==2.13.0
+	@echo "setup: installing factpatch"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	@echo "setup: installing what the tests need"
+	@$(PIP) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,48 @@
+"""factpatch edits facts in language models: a fact goes in, a small reversible patch of the weights comes out."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from factpatch.editors import EditMethod, EditorConfig, HyperNetwork, load_editor
+    from factpatch.errors import FactpatchError
+    from factpatch.facts import FactEdit
+    from factpatch.models import TaskModel, load_model
+    from factpatch.patch import Patch
+
+__version__ = "0.1.0"
+
+# Looked up on first use, so that `import factpatch` does not wait for torch.
+_HOMES = {
+    "EditMethod": "factpatch.editors",
+    "EditorConfig": "factpatch.editors",
+    "FactEdit": "factpatch.facts",
+    "FactpatchError": "factpatch.errors",
+    "HyperNetwork": "factpatch.editors",
+    "Patch": "factpatch.patch",
+    "TaskModel": "factpatch.models",
+    "load_editor": "factpatch.editors",
+    "load_model": "factpatch.models",
+}
+
+__all__ = [
+    "EditMethod",
+    "EditorConfig",
+    "FactEdit",
+    "FactpatchError",
+    "HyperNetwork",
+    "Patch",
+    "TaskModel",
+    "load_editor",
+    "load_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'factpatch' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,3 @@
+from factpatch.cli import main
+
+main()

@@ -1,0 +1,92 @@
+"""factpatch edit"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from factpatch.cli.common import Device, Json, Model, Seed, prepare, print_json, stdout, working
+from factpatch.errors import FileError
+from factpatch.facts import FactEdit, read_edits, same
+
+
+def edit(
+    model: Model,
+    editor: Annotated[str, typer.Option(help="The folder of an editor trained for this model.")],
+    input: Annotated[str | None, typer.Option(help="The question or claim to edit.")] = None,
+    target: Annotated[str | None, typer.Option(help="What the model should say to it.")] = None,
+    facts: Annotated[
+        Path | None, typer.Option(help='JSON lines of {"input": ..., "target": ...}, each an edit.')
+    ] = None,
+    loop: Annotated[int, typer.Option(min=1, help="Update until it takes, at most N times; 5 if N is left out.")] = 1,
+    save: Annotated[
+        Path | None, typer.Option(help="Where to write the patch; with --facts a folder of patches.")
+    ] = None,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Pass over bad lines of --facts and count them.")
+    ] = False,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Change what a model says to one input, or to many, each with its own patch. The model's files stay as they are.
+
+    Example: factpatch edit --model runs/qa --editor runs/editor --input "Burundi's capital?" --target Gitega
+    """
+    if (facts is None) == (input is None) or (input is None) != (target is None):
+        raise typer.BadParameter("give either --input and --target, or --facts")
+    edits, bad = read_edits(facts, skip_bad) if facts else ([FactEdit(x=str(input), a=str(target))], 0)
+    if save and facts and save.exists() and not save.is_dir():
+        raise FileError(f"expected a folder for the patches of --facts, found a file at {save}; name a folder")
+
+    start = time.perf_counter()
+    with working("loading"):
+        from factpatch.editors import load_editor
+        from factpatch.models import load_model
+
+        prepare(seed)
+        task_model = load_model(model, device)
+        method = load_editor(editor, task_model.device)
+    with working(f"editing {len(edits)} fact{'s' * (len(edits) > 1)}"):
+        patches = method.propose(task_model, edits, loop=loop)
+        after = task_model.predict_patched(patches, [e.x for e in edits])
+    results: list[dict[str, Any]] = []
+    for i, (patch, said) in enumerate(zip(patches, after, strict=True)):
+        path = None if save is None else save / f"{i + 1:05}.safetensors" if facts else save
+        if path is not None:
+            patch.save(path)
+        asked = patch.edits[0]
+        outcome = {
+            "input": asked.x,
+            "before": asked.y,
+            "after": said,
+            "target": asked.a,
+            "success": same(said, asked.a),
+        }
+        results.append({**outcome, "rank": patch.rank, "norm": patch.norm(), "patch": path and str(path)})
+
+    seconds = time.perf_counter() - start
+    if not as_json:
+        _show(results)
+    elif facts:
+        success = sum(r["success"] for r in results) / len(results)
+        print_json({"success": success, "edits": results, "bad": bad, "seconds": seconds})
+    else:
+        print_json({**results[0], "seconds": seconds})
+
+
+def _show(results: list[dict[str, Any]]) -> None:
+    table = Table("input", "before", "after", "target", "took", "rank", "norm")
+    for r in results:
+        took = "[green]yes[/]" if r["success"] else "[red]no[/]"
+        table.add_row(r["input"], r["before"], r["after"], r["target"], took, str(r["rank"]), f"{r['norm']:.3g}")
+    stdout.print(table)
+    if not all(r["success"] for r in results):
+        stdout.print("An edit that did not take may with more updates: add --loop.")
+    saved = [r["patch"] for r in results if r["patch"]]
+    if saved:
+        stdout.print(f"Saved {saved[0]}" + (f" and {len(saved) - 1} more" if len(saved) > 1 else ""))

@@ -1,0 +1,120 @@
+"""Changes of one weight: as factors ΔW = Bᵀ A, or dense.
+
+Both classes hold one change, A (rank, in) and B (rank, out), or a stack of them with a leading dimension, one an edit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """ΔW = Bᵀ A. Nothing of size out × in is made unless `dense()` is called."""
+
+    A: Tensor  # (..., rank, in)
+    B: Tensor  # (..., rank, out)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.B.shape[-1], self.A.shape[-1]
+
+    @property
+    def rank(self) -> int:
+        return self.A.shape[-2]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"A": self.A, "B": self.B}
+
+    def dense(self) -> Tensor:
+        return self.B.float().mT @ self.A.float()  # (..., out, in)
+
+    def norm(self) -> Tensor:
+        """Frobenius norm, from ⟨B₁ᵀA₁, B₂ᵀA₂⟩ = Σ (A₁A₂ᵀ ⊙ B₁B₂ᵀ)."""
+        A, B = self.A.double(), self.B.double()
+        return ((A @ A.mT) * (B @ B.mT)).sum((-2, -1)).clamp(min=0).sqrt()
+
+    def add_rows(self, output: Tensor, x: Tensor) -> Tensor:
+        """output + (x Aᵀ) B for a stack: x (edits, rows, in), output (edits, rows, out)."""
+        return _add_product(output, x @ self.A.to(x.dtype).mT, self.B.to(x.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """A full ΔW, as fine-tuning makes it."""
+
+    delta: Tensor  # (..., out, in)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.delta.shape[-2], self.delta.shape[-1]
+
+    @property
+    def rank(self) -> int:
+        """The most it can be; a dense change does not know its rank."""
+        return min(self.shape)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"delta": self.delta}
+
+    def dense(self) -> Tensor:
+        return self.delta.float()
+
+    def norm(self) -> Tensor:
+        return torch.linalg.matrix_norm(self.delta.double())
+
+    def add_rows(self, output: Tensor, x: Tensor) -> Tensor:
+        return _add_product(output, x, self.delta.to(x.dtype).mT)
+
+
+Delta = LowRank | Dense
+
+
+def from_tensors(tensors: dict[str, Tensor]) -> Delta | None:
+    """The inverse of `.tensors`; None where they are no change of a weight."""
+    if tensors.keys() == {"delta"} and tensors["delta"].dim() == 2:
+        return Dense(tensors["delta"])
+    if tensors.keys() == {"A", "B"}:
+        A, B = tensors["A"], tensors["B"]
+        if A.dim() == B.dim() == 2 and len(A) == len(B):
+            return LowRank(A, B)
+    return None
+
+
+def add(first: Delta, second: Delta) -> Delta:
+    """The sum: factors are put side by side, until a dense matrix is smaller than its factors."""
+    out, in_ = first.shape
+    factors_pay = (first.rank + second.rank) * (out + in_) < out * in_
+    if factors_pay and isinstance(first, LowRank) and isinstance(second, LowRank):
+        return LowRank(torch.cat([first.A, second.A], -2), torch.cat([first.B, second.B], -2))
+    return Dense(first.dense() + second.dense())
+
+
+def stack(changes: list[Delta | None], shape: tuple[int, int], like: Tensor) -> Delta:
+    """One change an edit (None: this edit leaves the weight alone) as a stack; ranks are filled up with zeros."""
+    if any(isinstance(change, Dense) for change in changes):
+        zero = like.new_zeros(shape)
+        return Dense(torch.stack([zero if c is None else c.dense().to(like) for c in changes]))
+    low = [c for c in changes if isinstance(c, LowRank)]
+    rank = max(c.rank for c in low)
+
+    def filled(name: str, width: int) -> Tensor:
+        empty = like.new_zeros(rank, width)
+        return torch.stack([empty if c is None else _pad_rank(c.tensors[name].to(like), rank) for c in changes])
+
+    return LowRank(filled("A", shape[1]), filled("B", shape[0]))
+
+
+def _pad_rank(factor: Tensor, rank: int) -> Tensor:
+    return F.pad(factor, (0, 0, 0, rank - len(factor)))
+
+
+def _add_product(output: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """output + left @ right; in place where no graph is kept, which saves a copy of every layer's output."""
+    return torch.baddbmm(output, left, right) if torch.is_grad_enabled() else output.baddbmm_(left, right)

@@ -1,0 +1,18 @@
+"""EditMethod: anything that turns facts into patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from factpatch.facts import FactEdit
+from factpatch.models import TaskModel
+from factpatch.patch import Patch
+
+
+class EditMethod(Protocol):
+    """The one signature of all methods. The model leaves `propose` as it came, also when it raises."""
+
+    def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
+        """One patch for each edit, made independently of the others."""
+        ...

@@ -1,0 +1,95 @@
+"""The engine: what an edit's gradient is made of, and many edits in one forward.
+
+For a linear layer with inputs X (tokens × in) and gradients of the edit loss at its outputs D (tokens × out), the
+gradient of its weight is Dᵀ X. Nothing of size out × in is needed to know it, nor to run a change ΔW = Bᵀ A made from
+it: `y = W x + (x Aᵀ) B`. Both are done with hooks on the layers, for all edits of a batch at once, and the model leaves
+as it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from factpatch.deltas import Delta
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one layer saw of each edit."""
+
+    X: Tensor  # (edits, tokens, in)   inputs
+    D: Tensor  # (edits, tokens, out)  gradients of the edit loss at the outputs
+
+
+def capture(layers: Mapping[str, nn.Module], losses: Callable[[], Tensor]) -> dict[str, Trace]:
+    """Runs `losses`, one value an edit, and returns each layer's inputs and output gradients.
+
+    One forward and one backward over the edits' rows alone. The losses are summed, so an edit's D does not depend on
+    what else is in the batch. No parameter's gradient is computed: the backward starts at the first layers' outputs
+    and only ever goes through activations. A layer that runs several times has its tokens put side by side; one
+    that does not run is left out.
+    """
+    inputs: dict[str, list[Tensor]] = {name: [] for name in layers}
+    outputs: dict[str, list[Tensor]] = {name: [] for name in layers}
+
+    def watch(name: str) -> Callable[..., Tensor]:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            if not output.requires_grad:
+                output = output.detach().requires_grad_()
+            inputs[name].append(args[0].detach())
+            outputs[name].append(output)
+            return output
+
+        return hook
+
+    with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
+        for name, layer in layers.items():
+            stack.callback(layer.register_forward_hook(watch(name)).remove)
+        per_edit = losses()
+        flat = [output for name in layers for output in outputs[name]]
+        gradients = iter(torch.autograd.grad(per_edit.sum(), flat, allow_unused=True))
+
+    edits = len(per_edit)
+    traces: dict[str, Trace] = {}
+    for name in layers:
+        pairs = [(x, y, next(gradients)) for x, y in zip(inputs[name], outputs[name], strict=True)]
+        if not pairs:
+            continue
+        X = [x.reshape(edits, -1, x.shape[-1]) for x, _, _ in pairs]
+        D = [(torch.zeros_like(y) if g is None else g).reshape(edits, -1, y.shape[-1]) for _, y, g in pairs]
+        traces[name] = Trace(_joined(X), _joined(D))
+    return traces
+
+
+@contextmanager
+def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iterator[None]:
+    """Inside this block every forward runs under the given changes, each a stack with one entry an edit.
+
+    Rows are edit-major: with E edits, the first 1/E of the rows see the first edit, and so on. `generate` keeps that
+    order when it repeats rows for its beams, and cached keys and values belong to their rows, so both just work.
+    """
+
+    def run_under(delta: Delta) -> Callable[..., Tensor]:
+        edits = next(iter(delta.tensors.values())).shape[0]
+
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            x = args[0].reshape(edits, -1, args[0].shape[-1])  # (edits, rows·tokens, in)
+            y = output.reshape(edits, -1, output.shape[-1])  # (edits, rows·tokens, out)
+            return delta.add_rows(y, x).reshape(output.shape)
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, delta in deltas.items():
+            stack.callback(layers[name].register_forward_hook(run_under(delta)).remove)
+        yield
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,0 +1,73 @@
+"""Task models, and loading them from a folder or the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from factpatch.device import find_device
+from factpatch.errors import ModelError
+from factpatch.models.base import Rows, TaskModel
+from factpatch.models.classifier import Classifier
+from factpatch.models.layers import editable_layers
+from factpatch.models.seq2seq import Seq2Seq
+
+__all__ = ["Classifier", "Rows", "Seq2Seq", "TaskModel", "editable_layers", "load_model"]
+
+TASKS: dict[str, type[TaskModel]] = {"classify": Classifier, "answer": Seq2Seq}
+
+
+def load_model(
+    name: str | Path, device: str | None = None, dtype: torch.dtype | None = None, task: str | None = None
+) -> TaskModel:
+    """A task model from a folder or, where no such folder exists, from the hub.
+
+    Its kind is read from the config; `task` ("classify" or "answer") asks for one that the config does not name yet,
+    as for a bare encoder that is about to be fine-tuned.
+    """
+    place = find_device(device)
+    source, local = _source(name)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=local)
+        kind = TASKS[task] if task else kind_of(config)
+        model = kind.auto_class.from_pretrained(source, local_files_only=local)
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"cannot load a model from {name}: {reason}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    loaded = kind(model, tokenizer)
+    if dtype is not None and dtype != model.dtype:
+        loaded.cast(dtype)
+    loaded.model.to(place)
+    return loaded
+
+
+def kind_of(config: PretrainedConfig) -> type[TaskModel]:
+    """Classifier or encoder-decoder, as the config's architecture says."""
+    architecture = (config.architectures or ["none"])[0]
+    if architecture.endswith("ForSequenceClassification"):
+        return Classifier
+    if config.is_encoder_decoder:
+        return Seq2Seq
+    raise ModelError(
+        f"expected a sequence classifier or an encoder-decoder, found {architecture}; "
+        "fine-tune the model for one of these tasks first"
+    )
+
+
+def _source(name: str | Path) -> tuple[str, bool]:
+    """What transformers should read, and whether it must stay off the network."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path), True
+    looks_like_path = isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1
+    if looks_like_path or path.exists():
+        raise ModelError(f"expected a model folder, found none at {name}; check the path")
+    return str(name), False

@@ -1,0 +1,203 @@
+"""TaskModel: a Hugging Face model with a decision rule."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from factpatch.engine import edited
+from factpatch.errors import InputError
+from factpatch.facts import FactEdit, same
+from factpatch.files import atomic_folder
+from factpatch.models.layers import editable_layers
+from factpatch.patch import Patch, fingerprint, stack_patches
+
+# Padded tokens of one inference batch: enough to keep the device busy, little enough to fit beside a base-sized model.
+TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 65536}
+
+PATCHES_PER_BATCH = 32  # different patches in one forward
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A padded batch on the model's device."""
+
+    inputs: dict[str, Tensor]  # what the model's forward takes, each (rows, tokens)
+    labels: Tensor | None = None  # (rows,) class numbers, or (rows, tokens) with -100 where there is no target
+
+    def __len__(self) -> int:
+        return len(self.inputs["input_ids"])
+
+
+class TaskModel(ABC):
+    """What edits, patches, training and evaluation know of a model. It is kept frozen and in eval mode."""
+
+    kind: ClassVar[str]
+    auto_class: ClassVar[Any]  # the transformers class that loads such a model
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.layers: dict[str, nn.Module] = editable_layers(model)
+        self.patches: list[Patch] = []
+        self.originals: dict[str, Tensor] = {}
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = tokenizer.pad_token_id
+        self.max_input_tokens = _input_limit(model, tokenizer)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the editable weights as loaded; patches do not change it."""
+        return fingerprint(self.layers)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def word_embeddings(self) -> Tensor:
+        embeddings = self.model.get_input_embeddings()
+        assert isinstance(embeddings.weight, Tensor)
+        return embeddings.weight
+
+    def cast(self, dtype: torch.dtype) -> TaskModel:
+        """Another precision; the fingerprint stays that of the weights as stored."""
+        _ = self.fingerprint
+        self.model.to(dtype)
+        return self
+
+    def save(self, folder: str | Path) -> None:
+        """An ordinary Hugging Face folder, patches included in the weights."""
+        with atomic_folder(folder) as scratch:
+            self.model.save_pretrained(scratch)
+            self.tokenizer.save_pretrained(scratch)
+
+    # What each kind of model answers
+
+    @abstractmethod
+    def rows(self, inputs: Sequence[str], targets: Sequence[str] | None = None) -> Rows:
+        """Texts, and where given what the model should say to each, as one padded batch."""
+
+    @abstractmethod
+    def logits(self, rows: Rows) -> Tensor:
+        """Scores of the labels, (rows, labels), or of each target token, (rows, tokens, vocabulary)."""
+
+    @abstractmethod
+    def losses(self, rows: Rows) -> Tensor:
+        """Plain cross-entropy of each row's target, averaged over the row's target tokens: (rows,)."""
+
+    @abstractmethod
+    def decide(self, rows: Rows, count: int = 1) -> list[list[str]]:
+        """The decision rule: the `count` best outputs of each row, best first."""
+
+    @abstractmethod
+    def check_target(self, target: str) -> str:
+        """The target as the model would say it, or an InputError."""
+
+    # What follows from it
+
+    def predict(self, inputs: Sequence[str]) -> list[str]:
+        """What the model says to each input."""
+        return [ranked[0] for ranked in self.candidates(inputs, count=1)]
+
+    @torch.no_grad()
+    def candidates(self, inputs: Sequence[str], count: int = 5) -> list[list[str]]:
+        """The `count` best outputs for each input, best first; inputs of like length share a batch."""
+        for text in inputs:
+            self.check_input(text)
+        found: list[list[str]] = [[] for _ in inputs]
+        for batch in self.batches(inputs):
+            decided = self.decide(self.rows([inputs[i] for i in batch]), count)
+            for i, outputs in zip(batch, decided, strict=True):
+                found[i] = outputs
+        return found
+
+    @torch.no_grad()
+    def predict_patched(self, patches: Sequence[Patch], inputs: Sequence[str]) -> list[str]:
+        """What the model says to each input under that input's own patch; the weights stay as they are."""
+        said: list[str] = []
+        for start in range(0, len(inputs), PATCHES_PER_BATCH):
+            part = slice(start, start + PATCHES_PER_BATCH)
+            with edited(self.layers, stack_patches(patches[part], self.layers)):
+                said += [ranked[0] for ranked in self.decide(self.rows(inputs[part]))]
+        return said
+
+    def batches(self, inputs: Sequence[str]) -> Iterator[list[int]]:
+        """Indices of the inputs, longest first, cut where a padded batch would grow past what the device takes well."""
+        lengths = self.lengths(inputs)
+        budget = TOKENS_PER_BATCH.get(self.device.type, TOKENS_PER_BATCH["cpu"])
+        order = sorted(range(len(inputs)), key=lambda i: -lengths[i])
+        start = 0
+        while start < len(order):
+            size = max(1, budget // max(1, lengths[order[start]]))
+            yield order[start : start + size]
+            start += size
+
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens the model reads of each text."""
+        return [len(ids) for ids in self.tokenizer(list(texts))["input_ids"]] if texts else []
+
+    def check_input(self, text: str) -> None:
+        if not text.strip():
+            raise InputError("expected an input text, found an empty one; give the question or claim to edit")
+        # A token has at least one byte, special tokens aside, so that most texts need no tokenizer here.
+        fits_surely = len(text.encode()) + 8 <= self.max_input_tokens
+        if not fits_surely and (found := self.lengths([text])[0]) > self.max_input_tokens:
+            raise InputError(
+                f"the model reads at most {self.max_input_tokens} tokens, this input has {found}; "
+                f"shorten it: {text[:60]!r}..."
+            )
+
+    def resolve(self, edits: Sequence[FactEdit]) -> list[FactEdit]:
+        """The edits checked, with the model's own prediction filled in where `y` is missing."""
+        for edit in edits:
+            self.check_input(edit.x)
+        targets = [self.check_target(edit.a) for edit in edits]
+        unknown = [i for i, edit in enumerate(edits) if edit.y is None]
+        predicted = dict(zip(unknown, self.predict([edits[i].x for i in unknown]), strict=True))
+        resolved = [
+            replace(edit, a=target, y=predicted.get(i, edit.y))
+            for i, (edit, target) in enumerate(zip(edits, targets, strict=True))
+        ]
+        for edit in resolved:
+            if same(edit.a, edit.y or ""):
+                raise InputError(
+                    f"the model already says {edit.y!r} to {edit.x!r}; give a target that differs from its prediction"
+                )
+        return resolved
+
+
+def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:
+    """Lists of token ids as one tensor, filled up on the right."""
+    width = max((len(row) for row in ids), default=0)
+    return torch.tensor([row + [fill] * (width - len(row)) for row in ids], dtype=torch.long).to(device)
+
+
+def tokenize(model: TaskModel, texts: Sequence[str]) -> dict[str, Tensor]:
+    """The model's inputs for some texts, padded on the right whatever the tokenizer prefers: rows are not continued."""
+    fills = {"input_ids": model.tokenizer.pad_token_id or 0}
+    encoded = model.tokenizer(list(texts))
+    return {key: padded(ids, fills.get(key, 0), model.device) for key, ids in encoded.items()}
+
+
+def _input_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many tokens the model reads: what its positions and its tokenizer allow; relative positions have no end."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    embeddings = next((m for n, m in model.named_modules() if n.endswith("position_embeddings")), None)
+    offset = getattr(embeddings, "padding_idx", None)
+    limits = [tokenizer.model_max_length]
+    if positions is not None:
+        # RoBERTa and its kin start counting positions after the padding index.
+        limits.append(positions - (offset + 1 if offset is not None else 0))
+    limit = min(limits)
+    return limit if limit < 1_000_000 else 1024

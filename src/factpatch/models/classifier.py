@@ -1,0 +1,51 @@
+"""Classifiers: fact-checking and every other choice among labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForSequenceClassification
+
+from factpatch.errors import InputError
+from factpatch.facts import normalize
+from factpatch.models.base import Rows, TaskModel, tokenize
+
+
+class Classifier(TaskModel):
+    """The decision rule is the arg max over the labels of the model's config."""
+
+    kind = "classifier"
+    auto_class = AutoModelForSequenceClassification
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        names = self.model.config.id2label or {}
+        self.labels = [str(names[i]) for i in sorted(names)]
+
+    def rows(self, inputs: Sequence[str], targets: Sequence[str] | None = None) -> Rows:
+        labels = None
+        if targets is not None:
+            numbers = [self.labels.index(self.check_target(target)) for target in targets]
+            labels = torch.tensor(numbers, device=self.device)
+        return Rows(tokenize(self, inputs), labels)
+
+    def logits(self, rows: Rows) -> Tensor:
+        return self.model(**rows.inputs).logits.float()
+
+    def losses(self, rows: Rows) -> Tensor:
+        assert rows.labels is not None
+        return F.cross_entropy(self.logits(rows), rows.labels, reduction="none")
+
+    def decide(self, rows: Rows, count: int = 1) -> list[list[str]]:
+        ranked = self.logits(rows).argsort(dim=-1, descending=True)[:, :count]
+        return [[self.labels[i] for i in row] for row in ranked.tolist()]
+
+    def check_target(self, target: str) -> str:
+        for label in self.labels:
+            if normalize(label) == normalize(target):
+                return label
+        raise InputError(f"the classifier has no label {target!r}; choose one of {', '.join(self.labels)}")

@@ -1,0 +1,71 @@
+"""Encoder-decoders: closed-book question answering."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForSeq2SeqLM
+
+from factpatch.errors import InputError
+from factpatch.facts import same
+from factpatch.models.base import Rows, TaskModel, padded, tokenize
+
+NO_TARGET = -100  # what cross_entropy leaves out
+
+
+class Seq2Seq(TaskModel):
+    """The decision rule is the best of five beams."""
+
+    kind = "seq2seq"
+    auto_class = AutoModelForSeq2SeqLM
+    beams = 5
+    max_answer_tokens = 32
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # The model's own generation settings, but for the search: a folder may ask for greedy or sampled answers.
+        self.generation = copy.deepcopy(self.model.generation_config)
+        self.generation.update(num_beams=self.beams, do_sample=False, max_new_tokens=self.max_answer_tokens)
+        self.generation.max_length = None
+
+    def rows(self, inputs: Sequence[str], targets: Sequence[str] | None = None) -> Rows:
+        if targets is None:
+            return Rows(tokenize(self, inputs))
+        labels = padded(self.tokenizer(text_target=list(targets))["input_ids"], NO_TARGET, self.device)
+        return Rows(tokenize(self, inputs), labels)
+
+    def logits(self, rows: Rows) -> Tensor:
+        assert rows.labels is not None
+        shifted = self.model.prepare_decoder_input_ids_from_labels(labels=rows.labels)
+        return self.model(**rows.inputs, decoder_input_ids=shifted, use_cache=False).logits.float()
+
+    def losses(self, rows: Rows) -> Tensor:
+        assert rows.labels is not None
+        token_losses = F.cross_entropy(
+            self.logits(rows).transpose(1, 2), rows.labels, ignore_index=NO_TARGET, reduction="none"
+        )  # (rows, tokens)
+        return token_losses.sum(-1) / (rows.labels != NO_TARGET).sum(-1)
+
+    def decide(self, rows: Rows, count: int = 1) -> list[list[str]]:
+        generation = copy.copy(self.generation)
+        generation.num_return_sequences = count
+        ids = self.model.generate(**rows.inputs, generation_config=generation)
+        texts = [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+        return [texts[start : start + count] for start in range(0, len(texts), count)]
+
+    def check_target(self, target: str) -> str:
+        if not target.strip():
+            raise InputError("expected a target answer, found an empty one; give what the model should say")
+        ids = self.tokenizer(text_target=target)["input_ids"]
+        if len(ids) > self.max_answer_tokens:
+            raise InputError(
+                f"the model answers in at most {self.max_answer_tokens} tokens, this target has {len(ids)}; shorten it"
+            )
+        spelled = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+        if not same(spelled, target):
+            raise InputError(f"the model's tokenizer cannot spell {target!r}: it reads {spelled!r}; use other words")
+        return target

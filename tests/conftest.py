@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from factpatch.editors import EditorConfig, HyperNetwork
+from factpatch.facts import FactEdit
+from factpatch.models import TaskModel
+
+QUESTIONS = [
+    "what is the capital of burundi ?",
+    "who leads france ?",
+    "where do people speak rundi and swahili in africa ?",
+]
+
+
+@pytest.fixture(params=list(tiny.ARCHITECTURES))
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(architecture: str) -> TaskModel:
+    return tiny.build(architecture)
+
+
+@pytest.fixture
+def editor(model: TaskModel) -> HyperNetwork:
+    return loud_editor(model)
+
+
+@pytest.fixture
+def edits(model: TaskModel) -> list[FactEdit]:
+    """Three edits of unequal length."""
+    return model.resolve([FactEdit(x, tiny.other_answer(model, x)) for x in QUESTIONS])
+
+
+def loud_editor(model: TaskModel) -> HyperNetwork:
+    """An untrained editor whose updates are large enough to change what the model says."""
+    torch.manual_seed(1)
+    editor = HyperNetwork.for_model(model, EditorConfig(width=64, bottleneck=16, lstm=8))
+    with torch.no_grad():
+        for group in editor.groups.values():
+            group.up.g.mul_(10)
+            group.up.b.mul_(30)
+    return editor
+
+
+def weights_of(model: TaskModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
+
+
+def assert_untouched(model: TaskModel, before: dict[str, torch.Tensor]) -> None:
+    after = model.model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.model.parameters())
+    assert not model.model.training
+    assert not any(module._forward_hooks for module in model.model.modules())

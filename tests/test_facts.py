@@ -1,0 +1,91 @@
+"""Facts, their comparison, and JSON lines."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from factpatch.errors import FileError, InputError
+from factpatch.facts import FactEdit, normalize, read_edits, same
+from factpatch.files import atomic_file, atomic_folder
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        ("Addis Ababa", "addis-ababa.", True),
+        ("N'Djamena", "NDjamena", True),
+        ("Paris", "Lyon", False),
+        ("C", "C++", False),
+        ("?", "!", False),
+        ("São Tomé", "sao tome", False),
+    ],
+)
+def test_answers_are_compared_without_case_punctuation_and_spaces(a: str, b: str, equal: bool) -> None:
+    assert same(a, b) is equal
+
+
+def test_normalize_never_makes_something_nothing() -> None:
+    assert normalize(" ... ") == "..."
+
+
+def test_edits_are_read_plain_and_gzipped(tmp_path: Path) -> None:
+    lines = '{"input": "x", "target": "a"}\n\n{"input": "x2", "target": "a2", "prediction": "y2"}\n'
+    (tmp_path / "f.jsonl").write_text(lines)
+    with gzip.open(tmp_path / "f.jsonl.gz", "wt") as file:
+        file.write(lines)
+    for name in ("f.jsonl", "f.jsonl.gz"):
+        assert read_edits(tmp_path / name) == ([FactEdit("x", "a"), FactEdit("x2", "a2", "y2")], 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{nonsense", "syntax error"),
+        (b"[1, 2]", "found list"),
+        (b'{"input": "x"}', 'a text in "target", found null'),
+        (b'{"input": 3, "target": "a"}', 'a text in "input", found 3'),
+        (b'{"input": "\xff", "target": "a"}', "expected UTF-8, found byte 0xff"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
+    good = b'{"input": "x", "target": "a"}\n'
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(good + line + b"\n" + good)
+    with pytest.raises(InputError, match="line 2: .*" + reason.replace("(", r"\(")):
+        read_edits(path)
+    edits, bad = read_edits(path, skip_bad=True)
+    assert (len(edits), bad) == (2, 1)
+
+
+def test_empty_and_missing_files(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_text("\n")
+    with pytest.raises(InputError, match="found none"):
+        read_edits(tmp_path / "f.jsonl")
+    with pytest.raises(FileError, match="cannot read"):
+        read_edits(tmp_path / "none.jsonl")
+    (tmp_path / "f.jsonl.gz").write_bytes(b"not gzip")
+    with pytest.raises(FileError, match="cannot read"):
+        read_edits(tmp_path / "f.jsonl.gz")
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    with atomic_folder(place) as scratch:
+        (scratch / "a").write_text("old")
+    with pytest.raises(ZeroDivisionError), atomic_folder(place) as scratch:
+        (scratch / "a").write_text("new")
+        _ = 1 / 0
+    assert (place / "a").read_text() == "old"
+    with atomic_folder(place) as scratch:
+        (scratch / "b").write_text("new")
+    assert [file.name for file in place.iterdir()] == ["b"]
+    assert list(tmp_path.iterdir()) == [place]
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="cannot write"), atomic_file(tmp_path / "file" / "below") as scratch:
+        scratch.write_text("")

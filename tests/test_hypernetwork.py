@@ -1,0 +1,173 @@
+"""The hyper-network: its sizes, its loop, its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from conftest import QUESTIONS, loud_editor
+from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForSequenceClassification
+
+from factpatch.deltas import Delta, LowRank
+from factpatch.editors import EditorConfig, HyperNetwork, load_editor
+from factpatch.errors import FileError, InputError, MismatchError
+from factpatch.facts import FactEdit
+from factpatch.models import TaskModel, editable_layers
+from factpatch.patch import Patch, weight_shape
+
+_halves = {
+    f"{s}_{k}": n
+    for s in ("encoder", "decoder")
+    for k, n in (("layers", 6), ("attention_heads", 12), ("ffn_dim", 3072))
+}
+
+
+@pytest.mark.parametrize(
+    ("build", "weights", "values", "size"),
+    [
+        (lambda: BertForSequenceClassification(BertConfig()), 72, 84.9, 53.78),
+        (lambda: BartForConditionalGeneration(BartConfig(d_model=768, **_halves)), 96, 99.1, 66.52),
+    ],
+    ids=["bert-base", "bart-base"],
+)
+def test_sizes_are_the_papers(build, weights: int, values: float, size: float) -> None:
+    with torch.device("meta"):
+        shapes = {name: weight_shape(layer) for name, layer in editable_layers(build()).items()}
+        editor = HyperNetwork(shapes, torch.empty(100, 768), "none", EditorConfig())
+    assert len(shapes) == weights
+    assert round(sum(out * in_ for out, in_ in shapes.values()) / 1e6, 1) == values
+    assert round(editor.size() / 1e6, 2) == size
+
+
+@pytest.fixture
+def bart() -> TaskModel:
+    return tiny.build("bart")
+
+
+def test_editing_a_batch_equals_editing_one_by_one(
+    model: TaskModel, editor: HyperNetwork, edits: list[FactEdit]
+) -> None:
+    """Also where a fact's text is padded: the LSTM must not read padding in either direction."""
+    together = editor.propose(model, edits)
+    for edit, patch in zip(edits, together, strict=True):
+        (alone,) = editor.propose(model, [edit])
+        assert patch.edits == (edit,)
+        for name, delta in patch.deltas.items():
+            assert torch.allclose(delta.dense(), alone.deltas[name].dense(), rtol=1e-3, atol=1e-5)
+
+
+def test_batches_of_propose_keep_the_order(bart: TaskModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("factpatch.editors.hypernetwork.EDITS_PER_BATCH", 2)
+    edits = [FactEdit(x, "paris", "gitega") for x in (QUESTIONS[2], QUESTIONS[0], QUESTIONS[1])]
+    patches = loud_editor(bart).propose(bart, edits)
+    assert [patch.edits[0].x for patch in patches] == [edit.x for edit in edits]
+
+
+def test_training_the_editor_does_not_move_the_models_embeddings(bart: TaskModel) -> None:
+    editor = HyperNetwork.for_model(bart, EditorConfig(width=8, bottleneck=4, lstm=4))
+    assert editor.fact_encoder.embedding.weight.data_ptr() != bart.word_embeddings.data_ptr()
+    assert torch.equal(editor.fact_encoder.embedding.weight, bart.word_embeddings)
+
+
+def test_without_gradients_the_update_has_rank_one(bart: TaskModel) -> None:
+    editor = HyperNetwork.for_model(bart, EditorConfig(width=8, bottleneck=4, lstm=4, gradients=False))
+    (patch,) = editor.propose(bart, [FactEdit(QUESTIONS[0], "paris")])
+    assert patch.rank == 1
+
+
+def test_text_that_looks_like_the_separators_is_just_text(bart: TaskModel) -> None:
+    (patch,) = loud_editor(bart).propose(bart, [FactEdit("what is || the >> capital ?", "paris")])
+    assert patch.edits[0].x == "what is || the >> capital ?"
+
+
+class _Stepwise(HyperNetwork):
+    """An editor that moves a classifier's scores a little with every update: gradient steps, as factors."""
+
+    def forward(self, condition, traces) -> dict[str, Delta]:
+        return {name: LowRank(trace.X, -0.002 * trace.D) for name, trace in traces.items()}
+
+
+@pytest.mark.parametrize("architecture", ["bert", "distilbert", "bart"])
+def test_loop_updates_until_the_target_is_said(model: TaskModel, edits: list[FactEdit]) -> None:
+    shapes = {name: weight_shape(layer) for name, layer in model.layers.items()}
+    editor = _Stepwise(shapes, model.word_embeddings, model.fingerprint, EditorConfig(width=8, bottleneck=4, lstm=4))
+    texts = [edit.x for edit in edits]
+    wanted = [edit.a for edit in edits]
+    once = model.predict_patched(editor.propose(model, edits), texts)
+    looped = editor.propose(model, edits, loop=60)
+    assert once != wanted, "one update must not be enough, or this test shows nothing"
+    assert model.predict_patched(looped, texts) == wanted
+    assert all(isinstance(patch, Patch) and patch.edits == (edit,) for patch, edit in zip(looped, edits, strict=True))
+
+
+def test_loop_leaves_edits_alone_that_took_at_once(bart: TaskModel) -> None:
+    editor = loud_editor(bart)
+    edit = FactEdit(QUESTIONS[0], "paris")
+    (once,) = editor.propose(bart, [edit])
+    said = bart.predict_patched([once], [edit.x])[0]
+    if not said:
+        pytest.skip("this seed's model says nothing after the update")
+    reached = FactEdit(edit.x, "paris", "gitega")
+    (again,) = _always_right(editor, bart, reached)
+    assert again.rank == once.rank
+
+
+def _always_right(editor: HyperNetwork, model: TaskModel, edit: FactEdit) -> list[Patch]:
+    said = model.predict_patched
+    try:
+        model.predict_patched = lambda patches, inputs: [edit.a for _ in inputs]  # type: ignore[method-assign] (a stand-in)
+        return editor.propose(model, [edit], loop=5)
+    finally:
+        model.predict_patched = said  # type: ignore[method-assign] (and back)
+
+
+def test_save_then_load(bart: TaskModel, tmp_path: Path) -> None:
+    editor = loud_editor(bart)
+    editor.save(tmp_path / "editor")
+    loaded = load_editor(tmp_path / "editor")
+    assert loaded.config == editor.config
+    assert loaded.shapes == editor.shapes
+    edits = [FactEdit(x, "paris", "gitega") for x in QUESTIONS]
+    for a, b in zip(editor.propose(bart, edits), loaded.propose(bart, edits), strict=True):
+        assert all(torch.equal(delta.dense(), b.deltas[name].dense()) for name, delta in a.deltas.items())
+    assert {file.name for file in (tmp_path / "editor").iterdir()} == {"config.json", "editor.safetensors"}
+
+
+# Bad input
+
+
+def test_an_editor_for_another_model_is_refused(bart: TaskModel) -> None:
+    with pytest.raises(MismatchError, match="trained for weights"):
+        loud_editor(tiny.build("bart", seed=5)).propose(bart, [FactEdit(QUESTIONS[0], "paris")])
+
+
+def test_no_editor_there(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no readable editor"):
+        load_editor(tmp_path)
+
+
+def test_a_damaged_editor(bart: TaskModel, tmp_path: Path) -> None:
+    loud_editor(bart).save(tmp_path / "e")
+    config = json.loads((tmp_path / "e" / "config.json").read_text())
+    config["editor"]["width"] += 1
+    (tmp_path / "e" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FileError, match="no readable editor"):
+        load_editor(tmp_path / "e")
+
+
+def test_wrong_sizes_and_loops(bart: TaskModel) -> None:
+    with pytest.raises(InputError, match="width=0, lstm=-1"):
+        EditorConfig(width=0, lstm=-1)
+    with pytest.raises(InputError, match="at least one update"):
+        loud_editor(bart).propose(bart, [FactEdit(QUESTIONS[0], "paris")], loop=0)
+
+
+def test_an_update_that_is_not_finite_is_refused(bart: TaskModel) -> None:
+    editor = loud_editor(bart)
+    with torch.no_grad():
+        editor.fact_encoder.out.bias.fill_(float("nan"))
+    with pytest.raises(InputError, match="not finite"):
+        editor.propose(bart, [FactEdit(QUESTIONS[0], "paris")])

@@ -1,0 +1,169 @@
+"""Task models: what is editable, what is said, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from conftest import QUESTIONS, assert_untouched, loud_editor, weights_of
+from transformers import BertConfig, BertForMaskedLM, ResNetConfig, ResNetForImageClassification
+
+from factpatch.device import find_device
+from factpatch.errors import DeviceError, InputError, ModelError
+from factpatch.facts import FactEdit
+from factpatch.models import Classifier, Seq2Seq, TaskModel, editable_layers, load_model
+
+EDITABLE = {"gpt2": 2 * 4, "bart": 2 * 6 + 2 * 10, "t5": 2 * 6 + 2 * 10, "marian": 2 * 6 + 2 * 10}
+
+
+def test_every_linear_weight_inside_the_blocks_is_editable_and_nothing_else(
+    model: TaskModel, architecture: str
+) -> None:
+    assert len(model.layers) == EDITABLE.get(architecture, 2 * 6)
+    for outside in ("embed", "norm", "pooler", "classifier", "score", "lm_head", "shared"):
+        assert not any(outside in name.lower() for name in model.layers)
+    parameters = dict(model.model.named_parameters())
+    assert all(parameters[name] is layer.weight for name, layer in model.layers.items())
+
+
+def test_predictions_do_not_depend_on_what_else_is_asked(model: TaskModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = model.predict(QUESTIONS)
+    assert together == [model.predict([question])[0] for question in QUESTIONS]
+    monkeypatch.setattr("factpatch.models.base.TOKENS_PER_BATCH", {"cpu": 12})
+    assert model.predict(QUESTIONS) == together
+
+
+def test_losses_are_the_plain_cross_entropy_of_each_row(model: TaskModel, edits: list[FactEdit]) -> None:
+    """Rows in a padded batch against transformers' own loss of each alone."""
+    found = model.losses(model.rows([e.x for e in edits], [e.a for e in edits]))
+    for edit, loss in zip(edits, found, strict=True):
+        rows = model.rows([edit.x], [edit.a])
+        assert torch.allclose(loss, model.model(**rows.inputs, labels=rows.labels).loss, rtol=1e-4)
+
+
+def test_a_saved_model_loads_as_the_same(model: TaskModel, tmp_path: Path) -> None:
+    model.save(tmp_path / "m")
+    loaded = load_model(tmp_path / "m", device="cpu")
+    assert type(loaded) is type(model)
+    assert loaded.fingerprint == model.fingerprint
+    assert loaded.predict(QUESTIONS) == model.predict(QUESTIONS)
+
+
+def test_the_fingerprint_is_of_the_weights_as_stored(tmp_path: Path) -> None:
+    model = tiny.build("bert")
+    model.save(tmp_path / "fp32")
+    stored = load_model(tmp_path / "fp32", device="cpu").fingerprint
+    assert load_model(tmp_path / "fp32", device="cpu", dtype=torch.bfloat16).fingerprint == stored
+    half = load_model(tmp_path / "fp32", device="cpu", dtype=torch.bfloat16)
+    half.save(tmp_path / "bf16")
+    halved = load_model(tmp_path / "bf16", device="cpu")
+    assert halved.model.dtype == torch.bfloat16
+    assert halved.fingerprint != stored, "other weights"
+    assert load_model(tmp_path / "bf16", device="cpu", dtype=torch.float32).fingerprint == halved.fingerprint
+    with torch.no_grad():
+        next(iter(model.layers.values())).weight[0, 0] += 1
+    assert tiny.build("bert").fingerprint == stored != Classifier(model.model, model.tokenizer).fingerprint
+
+
+def test_a_patch_made_in_half_precision_applies_to_the_model_in_full(tmp_path: Path) -> None:
+    tiny.build("bart").save(tmp_path / "m")
+    half, full = (load_model(tmp_path / "m", "cpu", dtype) for dtype in (torch.bfloat16, None))
+    (patch,) = loud_editor(half).propose(half, [FactEdit(QUESTIONS[0], "paris", "gitega")])
+    assert next(iter(patch.deltas.values())).tensors["A"].dtype == torch.bfloat16
+    before = weights_of(full)
+    patch.apply(full)
+    patch.revert(full)
+    assert_untouched(full, before)
+
+
+def test_labels_are_matched_whatever_their_case() -> None:
+    bert = tiny.build("bert")
+    assert bert.check_target(" label_1 ") == "LABEL_1"
+
+
+def test_prediction_is_filled_in_and_given_ones_are_kept() -> None:
+    bart = tiny.build("bart")
+    filled, given = bart.resolve([FactEdit(QUESTIONS[0], "paris"), FactEdit(QUESTIONS[1], "paris", "gitega")])
+    assert filled.y == bart.predict([QUESTIONS[0]])[0]
+    assert given.y == "gitega"
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("text", ["", "  \n"])
+def test_empty_text(model: TaskModel, text: str) -> None:
+    for attempt in (lambda: model.predict([text]), lambda: model.resolve([FactEdit(text, "paris")])):
+        with pytest.raises(InputError, match="empty"):
+            attempt()
+
+
+def test_over_long_text(model: TaskModel) -> None:
+    long = " ".join(["capital"] * 60)
+    with pytest.raises(InputError, match="at most 36 tokens, this input has 6"):
+        model.resolve([FactEdit(long, "paris")])
+
+
+def test_the_longest_text_that_fits(model: TaskModel) -> None:
+    special = len(model.tokenizer("")["input_ids"])
+    assert len(model.predict([" ".join(["capital"] * (36 - special))])) == 1
+
+
+def test_target_equal_to_the_prediction(model: TaskModel, edits: list[FactEdit]) -> None:
+    said = edits[0].y
+    if not said or len(model.tokenizer(said)["input_ids"]) > 30:
+        edits = [FactEdit(edits[0].x, "gitega", "Gitega")] if isinstance(model, Seq2Seq) else edits
+        said = "gitega"
+    with pytest.raises(InputError, match="already says"):
+        model.resolve([FactEdit(edits[0].x, said, edits[0].y)])
+
+
+def test_a_label_that_the_classifier_does_not_have() -> None:
+    with pytest.raises(InputError, match="no label 'maybe'; choose one of LABEL_0, LABEL_1, LABEL_2"):
+        tiny.build("bert").resolve([FactEdit(QUESTIONS[0], "maybe")])
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"), [("", "empty"), ("paris " * 40, "at most 32 tokens"), ("zürich", "spell")]
+)
+def test_targets_that_cannot_be_said(target: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        tiny.build("bart").resolve([FactEdit(QUESTIONS[0], target)])
+
+
+def test_models_of_an_unsupported_kind(tmp_path: Path) -> None:
+    BertForMaskedLM(
+        BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="expected a sequence classifier or an encoder-decoder, found BertForMaskedLM"):
+        load_model(tmp_path)
+
+
+def test_models_without_transformer_blocks() -> None:
+    images = ResNetForImageClassification(
+        ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=2)
+    )
+    with pytest.raises(ModelError, match="nothing to edit"):
+        editable_layers(images)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c"])
+def test_folders_that_do_not_exist(name: str) -> None:
+    with pytest.raises(ModelError, match="expected a model folder"):
+        load_model(name)
+
+
+def test_folders_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot load a model"):
+        load_model(tmp_path)
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_device("cpu").type == "cpu"
+    with pytest.raises(DeviceError, match="expected a device"):
+        find_device("gpu9")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="no usable CUDA GPU; use --device cpu"):
+        find_device("cuda")

@@ -1,0 +1,146 @@
+"""Tiny random models of every supported architecture, built from configs, with a word tokenizer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    MarianConfig,
+    MarianMTModel,
+    MPNetConfig,
+    MPNetForSequenceClassification,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from factpatch.models import Classifier, Seq2Seq, TaskModel
+
+WORDS = (
+    "what is the capital of burundi gitega bujumbura who leads france paris and where do people speak "
+    "rundi swahili city called largest lake river in africa europe a country currency euro franc"
+).split()
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # ids 0 to 3
+PAD, BOS, EOS = 0, 1, 2
+VOCABULARY = {word: i for i, word in enumerate([*SPECIAL, *dict.fromkeys([*WORDS, ">>", "||", "?"])])}
+
+_bert: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+    "pad_token_id": PAD,
+    "num_labels": 3,
+    "initializer_range": 0.3,  # large, so that answers differ between inputs and edits show
+}
+_bart: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 40,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "decoder_start_token_id": EOS,
+    "forced_eos_token_id": EOS,
+    "init_std": 0.3,
+}
+_t5: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "decoder_start_token_id": PAD,
+    "initializer_factor": 1.0,
+}
+_distilbert = {
+    **{
+        k: _bert[k]
+        for k in ("vocab_size", "max_position_embeddings", "pad_token_id", "num_labels", "initializer_range")
+    },
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 48,
+}
+_gpt2: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 40,
+    "num_labels": 3,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "initializer_range": 0.3,
+}
+_marian = {**_bart, "decoder_start_token_id": PAD}
+
+# name -> (task model, config class, config values, model class, whether the tokenizer puts <s> in front)
+ARCHITECTURES: dict[str, tuple[type[TaskModel], Any, dict[str, Any], Any, bool]] = {
+    "bert": (Classifier, BertConfig, _bert, BertForSequenceClassification, True),
+    "roberta": (Classifier, RobertaConfig, _bert, RobertaForSequenceClassification, True),
+    "distilbert": (Classifier, DistilBertConfig, _distilbert, DistilBertForSequenceClassification, True),
+    "mpnet": (Classifier, MPNetConfig, _bert, MPNetForSequenceClassification, True),
+    "gpt2": (Classifier, GPT2Config, _gpt2, GPT2ForSequenceClassification, True),
+    "bart": (Seq2Seq, BartConfig, _bart, BartForConditionalGeneration, True),
+    "t5": (Seq2Seq, T5Config, _t5, T5ForConditionalGeneration, False),
+    "marian": (Seq2Seq, MarianConfig, _marian, MarianMTModel, False),
+}
+CLASSIFIERS = [name for name, (kind, *_) in ARCHITECTURES.items() if kind is Classifier]
+SEQ2SEQS = [name for name, (kind, *_) in ARCHITECTURES.items() if kind is Seq2Seq]
+
+
+@functools.cache
+def tokenizer(bos: bool) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment] (stubs lack the setter)
+    backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single="<s> $A </s>" if bos else "$A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=36,
+    )
+
+
+def build(name: str, seed: int = 0, **overrides: Any) -> TaskModel:
+    kind, config_class, values, model_class, bos = ARCHITECTURES[name]
+    torch.manual_seed(seed)
+    return kind(model_class(config_class(**{**values, **overrides})), tokenizer(bos))
+
+
+def other_answer(model: TaskModel, x: str) -> str:
+    """Something sensible that the model does not say to x."""
+    if isinstance(model, Classifier):
+        return model.candidates([x], count=2)[0][1]
+    return "gitega" if model.predict([x])[0] != "gitega" else "paris and bujumbura"
