@@ -170,18 +170,22 @@ def propose_and_run(editor: HyperNetwork, model: TaskModel, batch: EditBatch, ro
 
 
 def published_way(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
-    """One edit: gradients of every parameter, a dense change of every edited weight, a functional forward."""
+    """One edit as the paper's code makes it.
+
+    Gradients of every parameter, a network for each weight on its own, a dense change of every edited weight, and a
+    forward with a full set of parameters to which the changes were added.
+    """
     parameters = dict(model.model.named_parameters())
     with torch.enable_grad():
         model.model.requires_grad_(True)
         try:
-            model.losses(batch.rows).sum().backward()
-            gradients = {name: p.grad for name, p in parameters.items()}
+            loss = model.losses(batch.rows).sum()
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         finally:
-            model.model.zero_grad(set_to_none=True)
             model.model.requires_grad_(False)
+    gradients = dict(zip(parameters, found, strict=True))
     h = editor.fact_encoder(batch.condition)[0]
-    changed = {}
+    deltas: dict[str, Tensor] = {}
     for key, names in editor.weights_of.items():
         group = editor.groups[key]
         for i, name in enumerate(names):
@@ -189,8 +193,9 @@ def published_way(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows
             r, a, r_bias, a_bias, eta = predicted.to(parameters[name].dtype).split(group.split)
             gradient = gradients[name]
             assert gradient is not None
-            scaled = torch.outer(r.softmax(0), a) * gradient + torch.outer(r_bias.softmax(0), a_bias)
-            changed[name] = parameters[name] + group.max_scale * eta.sigmoid() * scaled
+            scaled = gradient * torch.outer(r.softmax(0), a) + torch.outer(r_bias.softmax(0), a_bias)
+            deltas[name] = group.max_scale * eta.sigmoid() * scaled
+    changed = {name: parameter + deltas.get(name, 0) for name, parameter in parameters.items()}
     inputs = dict(rows.inputs)
     if model.kind == "seq2seq":
         inputs["decoder_input_ids"] = model.model.prepare_decoder_input_ids_from_labels(labels=rows.labels)
@@ -210,7 +215,7 @@ def frozen_alone(model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
 
 
 def _normed_linear(layers: WeightNormLinears, i: int, x: Tensor) -> Tensor:
-    return F.linear(x, layers.g[i][:, None] * F.normalize(layers.v[i], dim=1), layers.b[i])
+    return F.linear(x, torch.ops.aten._weight_norm(layers.v[i], layers.g[i][:, None], 0), layers.b[i])
 
 
 def _nbytes(deltas: dict[str, Delta]) -> int:

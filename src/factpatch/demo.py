@@ -7,7 +7,7 @@ trained here and now, in well under a minute on two cores.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,21 +23,19 @@ from factpatch.models import Seq2Seq
 from factpatch.patch import Patch
 
 # Capitals as of 1 January 2018.
-CAPITALS: dict[str, str] = dict(
-    pair.split(":")
-    for pair in (
-        "Algeria:Algiers,Angola:Luanda,Argentina:Buenos Aires,Austria:Vienna,Belgium:Brussels,Botswana:Gaborone,"
-        "Bulgaria:Sofia,Burundi:Bujumbura,Cambodia:Phnom Penh,Canada:Ottawa,Chad:N'Djamena,Chile:Santiago,"
-        "China:Beijing,Colombia:Bogotá,Croatia:Zagreb,Cuba:Havana,Denmark:Copenhagen,Egypt:Cairo,Estonia:Tallinn,"
-        "Ethiopia:Addis Ababa,Finland:Helsinki,France:Paris,Germany:Berlin,Ghana:Accra,Greece:Athens,"
-        "Hungary:Budapest,Iceland:Reykjavik,Iran:Tehran,Iraq:Baghdad,Ireland:Dublin,Italy:Rome,Japan:Tokyo,"
-        "Kenya:Nairobi,Latvia:Riga,Libya:Tripoli,Mali:Bamako,Mexico:Mexico City,Morocco:Rabat,Namibia:Windhoek,"
-        "Nepal:Kathmandu,Niger:Niamey,Norway:Oslo,Pakistan:Islamabad,Peru:Lima,Poland:Warsaw,Portugal:Lisbon,"
-        "Romania:Bucharest,Rwanda:Kigali,Senegal:Dakar,Somalia:Mogadishu,Spain:Madrid,Sudan:Khartoum,"
-        "Sweden:Stockholm,Thailand:Bangkok,Tunisia:Tunis,Turkey:Ankara,Uganda:Kampala,Ukraine:Kiev,"
-        "Uruguay:Montevideo,Vietnam:Hanoi,Zambia:Lusaka,Zimbabwe:Harare"
-    ).split(",")
+_PAIRS = (
+    "Algeria:Algiers,Angola:Luanda,Argentina:Buenos Aires,Austria:Vienna,Belgium:Brussels,Botswana:Gaborone,"
+    "Bulgaria:Sofia,Burundi:Bujumbura,Cambodia:Phnom Penh,Canada:Ottawa,Chad:N'Djamena,Chile:Santiago,"
+    "China:Beijing,Colombia:Bogotá,Croatia:Zagreb,Cuba:Havana,Denmark:Copenhagen,Egypt:Cairo,Estonia:Tallinn,"
+    "Ethiopia:Addis Ababa,Finland:Helsinki,France:Paris,Germany:Berlin,Ghana:Accra,Greece:Athens,"
+    "Hungary:Budapest,Iceland:Reykjavik,Iran:Tehran,Iraq:Baghdad,Ireland:Dublin,Italy:Rome,Japan:Tokyo,"
+    "Kenya:Nairobi,Latvia:Riga,Libya:Tripoli,Mali:Bamako,Mexico:Mexico City,Morocco:Rabat,Namibia:Windhoek,"
+    "Nepal:Kathmandu,Niger:Niamey,Norway:Oslo,Pakistan:Islamabad,Peru:Lima,Poland:Warsaw,Portugal:Lisbon,"
+    "Romania:Bucharest,Rwanda:Kigali,Senegal:Dakar,Somalia:Mogadishu,Spain:Madrid,Sudan:Khartoum,"
+    "Sweden:Stockholm,Thailand:Bangkok,Tunisia:Tunis,Turkey:Ankara,Uganda:Kampala,Ukraine:Kiev,"
+    "Uruguay:Montevideo,Vietnam:Hanoi,Zambia:Lusaka,Zimbabwe:Harare"
 )
+CAPITALS = {pair.split(":")[0]: pair.split(":")[1] for pair in _PAIRS.split(",")}
 WORDINGS = (
     "What is the capital of {}?",
     "Which city is the capital of {}?",
@@ -45,7 +43,7 @@ WORDINGS = (
     "Name the city from which {} is governed.",
 )
 CHANGES = {"Burundi": "Gitega"}  # 2019, by decision of parliament
-NEW_NAMES = ("Gitega", "Nusantara", "Dodoma", "Yangon")  # answers the model has never been trained to give
+NEW_NAMES = ("Gitega", "Nusantara")  # answers that the model has never been trained to give
 Note = Callable[[str, float], object]  # what is being done, and how much of it is
 
 
@@ -67,7 +65,7 @@ def run(demo: Demo, seed: int) -> dict[str, Any]:
     chance = random.Random(seed + 1)
     countries = list(CAPITALS)
     made_up = chance.sample([c for c in countries if c not in CHANGES], 5)
-    targets = {**CHANGES, **{c: _other_capital(c, chance) for c in made_up}}
+    targets = {**CHANGES, **{c: _other_answer(c, chance, CAPITALS.values()) for c in made_up}}
     edits = [FactEdit(x=WORDINGS[0].format(country), a=target) for country, target in targets.items()]
     patches = demo.editor.propose(demo.model, edits, loop=5)
     asked = {country: [wording.format(country) for wording in WORDINGS] for country in countries}
@@ -157,7 +155,7 @@ def _train_editor(
         batch, inputs, targets = [], [], []
         for country in chosen:
             asked, again = chance.sample(WORDINGS, 2)
-            target = _other_capital(country, chance)
+            target = _other_answer(country, chance, [*CAPITALS.values(), *NEW_NAMES])
             batch.append(FactEdit(asked.format(country), target, CAPITALS[country]))
             kept = chance.sample([c for c in countries if c != country], others)
             inputs += [asked.format(country), again.format(country), *(chance.choice(WORDINGS).format(c) for c in kept)]
@@ -179,8 +177,8 @@ def _train_editor(
     return editor
 
 
-def _other_capital(country: str, chance: random.Random) -> str:
-    return chance.choice([c for c in (*CAPITALS.values(), *NEW_NAMES) if c != CAPITALS[country]])
+def _other_answer(country: str, chance: random.Random, answers: Iterable[str]) -> str:
+    return chance.choice([answer for answer in answers if answer != CAPITALS[country]])
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
