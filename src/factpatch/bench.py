@@ -27,14 +27,13 @@ from transformers import (
 )
 
 from factpatch.deltas import Delta
-from factpatch.device import find_device
+from factpatch.device import find_device, find_dtype
 from factpatch.editors.hypernetwork import Condition, EditBatch, HyperNetwork, WeightNormLinears
 from factpatch.engine import edited
 from factpatch.errors import InputError
 from factpatch.models import Classifier, Rows, Seq2Seq, TaskModel
 
 ANSWER_TOKENS = 8  # of a question's answer, where the shape is an encoder-decoder's
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def _bert(**sizes: int) -> TaskModel:
@@ -78,12 +77,9 @@ SHAPES: dict[str, Callable[[], TaskModel]] = {
 def shaped_model(shape: str, device: str | None = None, precision: str | None = None) -> TaskModel:
     if shape not in SHAPES:
         raise InputError(f"expected a shape out of {', '.join(SHAPES)}, found {shape!r}")
-    place = find_device(device)
-    precision = precision or ("bf16" if place.type == "cuda" else "fp32")
-    if precision not in PRECISIONS:
-        raise InputError(f"expected a precision out of {', '.join(PRECISIONS)}, found {precision!r}")
+    place, dtype = find_device(device), find_dtype(precision, device)
     model = SHAPES[shape]()
-    model.model.to(device=place, dtype=PRECISIONS[precision])
+    model.model.to(device=place, dtype=dtype)
     return model
 
 

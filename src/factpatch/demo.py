@@ -125,7 +125,7 @@ def _fit(chance: random.Random, note: Note, steps: int = 220) -> Seq2Seq:
         forced_eos_token_id=2,
     )
     model = Seq2Seq(BartForConditionalGeneration(config), tokenizer)
-    model.max_answer_tokens = model.generation.max_new_tokens = 6
+    model.limit_answers(6)
     parameters = model.model.requires_grad_(True).parameters()
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)

@@ -3,10 +3,11 @@
 import gzip
 import json
 import unicodedata
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from factpatch.errors import FileError, InputError
 
@@ -38,6 +39,41 @@ def same(a: str, b: str) -> bool:
     return normalize(a) == normalize(b)
 
 
+@dataclass(frozen=True)
+class Revision:
+    """An input with all that training and evaluation need to know of it, as `factpatch revise` writes it."""
+
+    id: str
+    input: str
+    prediction: str  # the model's own
+    alternatives: tuple[str, ...]  # what it could be edited to say, most likely first
+    rephrases: tuple[str, ...]  # generated; the model says the same to each
+    human_rephrases: tuple[str, ...]  # written by people; likewise
+    answers: tuple[str, ...]  # gold
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+
+def read_revisions(path: str | Path, on_bad: Callable[[str], object] | None = None) -> Iterator[Revision]:
+    """Streams a revision file."""
+    return read_jsonl(path, _parse_revision, on_bad)
+
+
+def _parse_revision(record: dict[str, Any]) -> Revision:
+    lists = [text_list(record, key) for key in ("alternatives", "rephrases", "human_rephrases", "answers")]
+    return Revision(
+        required_text(record, "id"), required_text(record, "input"), required_text(record, "prediction"), *lists
+    )
+
+
+def required_text(record: dict[str, Any], key: str) -> str:
+    found = record.get(key)
+    if not isinstance(found, str):
+        raise InputError(f'expected a text in "{key}", found {json.dumps(found)[:60]}')
+    return found
+
+
 def read_edits(path: str | Path, skip_bad: bool = False) -> tuple[list[FactEdit], int]:
     """Facts to edit, one `{"input": ..., "target": ...}` a line, and the number of bad lines that were passed over."""
     bad: list[str] = []
@@ -48,46 +84,65 @@ def read_edits(path: str | Path, skip_bad: bool = False) -> tuple[list[FactEdit]
 
 
 def _parse_edit(record: dict[str, Any]) -> FactEdit:
-    texts = {key: record.get(key) for key in ("input", "target")}
-    for key, value in texts.items():
-        if not isinstance(value, str):
-            raise InputError(f'expected a text in "{key}", found {json.dumps(value)}')
     prediction = record.get("prediction")
-    return FactEdit(x=record["input"], a=record["target"], y=prediction if isinstance(prediction, str) else None)
+    known = prediction if isinstance(prediction, str) else None
+    return FactEdit(x=required_text(record, "input"), a=required_text(record, "target"), y=known)
 
 
 def read_jsonl(
     path: str | Path, parse: Callable[[dict[str, Any]], T], on_bad: Callable[[str], object] | None = None
 ) -> Iterator[T]:
-    """Streams the records of a plain or gzipped JSON lines file through `parse`.
+    """Streams the records of a JSON lines file, or of a file that is one JSON array, through `parse`; plain or gzipped.
 
-    A bad line raises an InputError that names the line, or, where `on_bad` is given, is told to it and passed over.
+    A bad record raises an InputError that names its line, or, where `on_bad` is given, is told to it and passed over.
     """
     path = Path(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
+            for place, content in _pieces(file):
                 try:
-                    yield parse(_decode(line))
+                    yield parse(_decode(content))
                 except InputError as error:
-                    message = f"{path}, line {number}: {error}"
+                    message = f"{path}, {place}: {error}"
                     if on_bad is None:
-                        raise InputError(f"{message}; mend the line, or pass over bad lines with --skip-bad") from None
+                        raise InputError(f"{message}; mend it, or pass over bad records with --skip-bad") from None
                     on_bad(message)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise FileError(f"cannot read {path}: {reason}; expected a JSON lines file, plain or .gz") from error
 
 
-def _decode(line: bytes) -> dict[str, Any]:
+def _pieces(file: IO[bytes]) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+    """Where a record stands, and its bytes; or the record itself, where the file is one array, to be read whole."""
+    for number, line in enumerate(file, start=1):
+        if number == 1 and line.lstrip().startswith(b"["):
+            try:
+                array = json.loads(line + file.read())
+            except ValueError as error:
+                raise InputError(f"expected JSON lines or a JSON array, found a damaged array: {error}") from None
+            yield from ((f"record {i}", record) for i, record in enumerate(array, start=1))
+        elif line.strip():
+            yield f"line {number}", line
+
+
+def _decode(content: bytes | dict[str, Any]) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(content.decode("utf-8")) if isinstance(content, bytes) else content
     except UnicodeDecodeError as error:
-        raise InputError(f"expected UTF-8, found byte 0x{line[error.start]:02x} at position {error.start}") from None
+        found = error.object[error.start]
+        raise InputError(f"expected UTF-8, found byte 0x{found:02x} at position {error.start}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"expected a JSON object, found a syntax error at column {error.colno}: {error.msg}") from None
     if not isinstance(record, dict):
         raise InputError(f"expected a JSON object, found {type(record).__name__}")
     return record
+
+
+def text_list(record: dict[str, Any], key: str) -> tuple[str, ...]:
+    """A list of texts in a record; nothing where it has none."""
+    found = record.get(key)
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise InputError(f'expected a list of texts in "{key}", found {json.dumps(found)[:60]}')
+    return tuple(found)

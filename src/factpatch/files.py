@@ -1,11 +1,14 @@
 """Writing files so that a crash leaves the old one or the new one, never a half of either."""
 
+import hashlib
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from factpatch.errors import FileError
 
@@ -44,6 +47,61 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             _swap(scratch, path)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+class ResumableLines:
+    """A file of lines that grows beside its place, chunk by chunk, and moves there when it is whole.
+
+    What a killed run had finished is taken up again if the settings are the same, to whole chunks, so that a resumed
+    run makes the same chunks, and so the same lines, as one that was never stopped.
+    """
+
+    def __init__(self, path: str | Path, settings: dict[str, Any], chunk: int):
+        self.path = Path(path)
+        self.chunk = chunk
+        self._part = self.path.with_name(f".{self.path.name}.part")
+        self._settings = self.path.with_name(f".{self.path.name}.part.json")
+        self._wanted = json.dumps({**settings, "chunk": chunk}, sort_keys=True)
+        with _as_file_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.done = self._take_up()
+
+    def _take_up(self) -> int:
+        """How many lines are done already; everything after the last whole chunk is cut off."""
+        known = self._settings.read_text() if self._settings.exists() and self._part.exists() else None
+        if known != self._wanted:
+            self._part.write_bytes(b"")
+            self._settings.write_text(self._wanted)
+            return 0
+        with self._part.open("r+b") as file:
+            ends = [0]
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                ends.append(ends[-1] + len(line))
+            whole = (len(ends) - 1) // self.chunk * self.chunk
+            file.truncate(ends[whole])
+        return whole
+
+    def write(self, lines: list[str]) -> None:
+        with _as_file_errors(self.path), self._part.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self) -> None:
+        with _as_file_errors(self.path):
+            os.replace(self._part, self.path)
+            self._settings.unlink(missing_ok=True)
+
+
+def content_hash(path: str | Path) -> str:
+    """sha256 of a file, to know it again."""
+    try:
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}; check the path") from error
 
 
 def _swap(new: Path, place: Path) -> None:

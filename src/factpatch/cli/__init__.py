@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from factpatch.cli import bench, demo, edit, patch
+from factpatch.cli import bench, demo, edit, fit, paraphrase, patch, revise, split
 from factpatch.errors import FactpatchError
 
 app = typer.Typer(
@@ -18,6 +18,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo.demo)
+app.command()(split.split)
+app.command()(fit.fit)
+app.command()(paraphrase.paraphrase)
+app.command()(revise.revise)
 app.command()(edit.edit)
 app.add_typer(patch.app, name="patch")
 app.add_typer(bench.app, name="bench")

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. The best there is, if left out.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Model = Annotated[str, typer.Option(help="A model folder or a hub name.")]
+Data = Annotated[str, typer.Option(help="JSON lines (KILT or your own), CounterFact's JSON, or hub:NAME:SPLIT.")]
+Precision = Annotated[str | None, typer.Option(help="fp32 or bf16. bf16 on a GPU, if left out.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Pass over bad records and count them.")]
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
@@ -32,8 +36,41 @@ def working(message: str) -> Iterator[None]:
         yield
 
 
+def announce(message: str) -> None:
+    if is_main_process():
+        stderr.print(message)
+
+
+def is_main_process() -> bool:
+    """Under `accelerate launch`, whether this process speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def show_counts(result: dict[str, Any], place: object) -> None:
+    """Counts and shares as a table."""
+    table = Table(title=str(place), show_header=False)
+    for key, value in result.items():
+        share = isinstance(value, float) and key != "seconds"
+        table.add_row(key.replace("_", " "), f"{value:.1%}" if share else f"{value:,.0f}")
+    stdout.print(table)
+
+
 @contextmanager
-def progress_bar(message: str, total: int) -> Iterator[Progress]:
+def status_bar(message: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar over a whole run, told its share and a line of figures."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
+    with Progress(*columns, console=stderr, transient=True, disable=not is_main_process()) as progress:
+        task = progress.add_task(message, total=1.0, figures="")
+        yield lambda share, figures: progress.update(task, completed=share, figures=figures)
+
+
+@contextmanager
+def progress_bar(message: str, total: int | None) -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=stderr, transient=True) as progress:
         progress.add_task(message, total=total)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from factpatch.cli.common import Device, Json, Model, Seed, prepare, print_json, stdout, working
+from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, prepare, print_json, stdout, working
 from factpatch.errors import FileError
 from factpatch.facts import FactEdit, read_edits, same
 
@@ -26,9 +26,7 @@ def edit(
     save: Annotated[
         Path | None, typer.Option(help="Where to write the patch; with --facts a folder of patches.")
     ] = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Pass over bad lines of --facts and count them.")
-    ] = False,
+    skip_bad: SkipBad = False,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,12 +22,16 @@ TASKS: dict[str, type[TaskModel]] = {"classify": Classifier, "answer": Seq2Seq}
 
 
 def load_model(
-    name: str | Path, device: str | None = None, dtype: torch.dtype | None = None, task: str | None = None
+    name: str | Path,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    task: str | None = None,
+    labels: Sequence[str] | None = None,
 ) -> TaskModel:
     """A task model from a folder or, where no such folder exists, from the hub.
 
     Its kind is read from the config; `task` ("classify" or "answer") asks for one that the config does not name yet,
-    as for a bare encoder that is about to be fine-tuned.
+    as for a bare encoder that is about to be fine-tuned, and `labels` are then what its classifier chooses from.
     """
     place = find_device(device)
     source, local = _source(name)
@@ -35,7 +40,12 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=local)
         kind = TASKS[task] if task else kind_of(config)
-        model = kind.auto_class.from_pretrained(source, local_files_only=local)
+        if labels:
+            config.id2label = dict(enumerate(labels))
+            config.label2id = {label: i for i, label in enumerate(labels)}
+        model = kind.auto_class.from_pretrained(
+            source, config=config, local_files_only=local, ignore_mismatched_sizes=labels is not None
+        )
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

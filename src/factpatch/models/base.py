@@ -24,6 +24,7 @@ from factpatch.patch import Patch, fingerprint, stack_patches
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 65536}
 
 PATCHES_PER_BATCH = 32  # different patches in one forward
+Encoded = dict[str, list[int]]  # one text: token numbers, attention mask and what else the model's forward takes
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,22 @@ class TaskModel(ABC):
     def save(self, folder: str | Path) -> None:
         """An ordinary Hugging Face folder, patches included in the weights."""
         with atomic_folder(folder) as scratch:
-            self.model.save_pretrained(scratch)
-            self.tokenizer.save_pretrained(scratch)
+            self.write_to(scratch)
+
+    def write_to(self, folder: Path) -> None:
+        """The same into a folder that is there."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
     # What each kind of model answers
 
     @abstractmethod
-    def rows(self, inputs: Sequence[str], targets: Sequence[str] | None = None) -> Rows:
-        """Texts, and where given what the model should say to each, as one padded batch."""
+    def encode_targets(self, targets: Sequence[str]) -> list[Any]:
+        """Each target as it goes into a batch: a class number, or token numbers."""
+
+    @abstractmethod
+    def collate(self, encoded: Sequence[Encoded], targets: Sequence[Any] | None = None) -> Rows:
+        """Encoded texts, and where given their encoded targets, as one padded batch."""
 
     @abstractmethod
     def logits(self, rows: Rows) -> Tensor:
@@ -106,21 +115,34 @@ class TaskModel(ABC):
 
     # What follows from it
 
-    def predict(self, inputs: Sequence[str]) -> list[str]:
-        """What the model says to each input."""
-        return [ranked[0] for ranked in self.candidates(inputs, count=1)]
+    def predict(self, inputs: Sequence[str], cut: bool = False) -> list[str]:
+        """What the model says to each input; with `cut` also to inputs that are longer than it can read, shortened."""
+        return [ranked[0] for ranked in self.candidates(inputs, count=1, cut=cut)]
 
     @torch.no_grad()
-    def candidates(self, inputs: Sequence[str], count: int = 5) -> list[list[str]]:
+    def candidates(self, inputs: Sequence[str], count: int = 5, cut: bool = False) -> list[list[str]]:
         """The `count` best outputs for each input, best first; inputs of like length share a batch."""
-        for text in inputs:
-            self.check_input(text)
+        if not cut:
+            for text in inputs:
+                self.check_input(text)
+        encoded = self.encode(inputs, self.max_input_tokens if cut else None)
         found: list[list[str]] = [[] for _ in inputs]
-        for batch in self.batches(inputs):
-            decided = self.decide(self.rows([inputs[i] for i in batch]), count)
+        for batch in self.batches([len(one["input_ids"]) for one in encoded]):
+            decided = self._decide_in_parts([encoded[i] for i in batch], count)
             for i, outputs in zip(batch, decided, strict=True):
                 found[i] = outputs
         return found
+
+    def _decide_in_parts(self, encoded: Sequence[Encoded], count: int) -> list[list[str]]:
+        """In one batch, or in halves where that does not fit into the GPU's memory."""
+        try:
+            return self.decide(self.collate(encoded), count)
+        except torch.cuda.OutOfMemoryError:
+            if len(encoded) == 1:
+                raise
+        torch.cuda.empty_cache()
+        half = len(encoded) // 2
+        return self._decide_in_parts(encoded[:half], count) + self._decide_in_parts(encoded[half:], count)
 
     @torch.no_grad()
     def predict_patched(self, patches: Sequence[Patch], inputs: Sequence[str]) -> list[str]:
@@ -132,11 +154,22 @@ class TaskModel(ABC):
                 said += [ranked[0] for ranked in self.decide(self.rows(inputs[part]))]
         return said
 
-    def batches(self, inputs: Sequence[str]) -> Iterator[list[int]]:
-        """Indices of the inputs, longest first, cut where a padded batch would grow past what the device takes well."""
-        lengths = self.lengths(inputs)
+    def rows(self, inputs: Sequence[str], targets: Sequence[str] | None = None) -> Rows:
+        """Texts, and where given what the model should say to each, as one padded batch."""
+        return self.collate(self.encode(inputs), None if targets is None else self.encode_targets(targets))
+
+    def encode(self, texts: Sequence[str], limit: int | None = None) -> list[Encoded]:
+        """Each text as the model's inputs, not yet padded; `limit` cuts long ones."""
+        if not texts:
+            return []
+        cut: dict[str, Any] = {"truncation": True, "max_length": limit} if limit else {}
+        columns = self.tokenizer(list(texts), verbose=False, **cut)
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Indices of texts, longest first, cut where a padded batch would grow past what the device takes well."""
         budget = TOKENS_PER_BATCH.get(self.device.type, TOKENS_PER_BATCH["cpu"])
-        order = sorted(range(len(inputs)), key=lambda i: -lengths[i])
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         start = 0
         while start < len(order):
             size = max(1, budget // max(1, lengths[order[start]]))
@@ -145,16 +178,20 @@ class TaskModel(ABC):
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         """How many tokens the model reads of each text."""
-        return [len(ids) for ids in self.tokenizer(list(texts))["input_ids"]] if texts else []
+        return [len(one["input_ids"]) for one in self.encode(texts)]
+
+    def can_read(self, text: str) -> bool:
+        """Whether a text is neither empty nor too long for the model."""
+        # A token has at least one byte, special tokens aside, so that most texts need no tokenizer here.
+        fits_surely = len(text.encode()) + 8 <= self.max_input_tokens
+        return bool(text.strip()) and (fits_surely or self.lengths([text])[0] <= self.max_input_tokens)
 
     def check_input(self, text: str) -> None:
         if not text.strip():
             raise InputError("expected an input text, found an empty one; give the question or claim to edit")
-        # A token has at least one byte, special tokens aside, so that most texts need no tokenizer here.
-        fits_surely = len(text.encode()) + 8 <= self.max_input_tokens
-        if not fits_surely and (found := self.lengths([text])[0]) > self.max_input_tokens:
+        if not self.can_read(text):
             raise InputError(
-                f"the model reads at most {self.max_input_tokens} tokens, this input has {found}; "
+                f"the model reads at most {self.max_input_tokens} tokens, this input has {self.lengths([text])[0]}; "
                 f"shorten it: {text[:60]!r}..."
             )
 
@@ -180,14 +217,14 @@ class TaskModel(ABC):
 def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:
     """Lists of token ids as one tensor, filled up on the right."""
     width = max((len(row) for row in ids), default=0)
-    return torch.tensor([row + [fill] * (width - len(row)) for row in ids], dtype=torch.long).to(device)
+    tensor = torch.tensor([row + [fill] * (width - len(row)) for row in ids], dtype=torch.long)
+    return tensor.to(device, non_blocking=True)
 
 
-def tokenize(model: TaskModel, texts: Sequence[str]) -> dict[str, Tensor]:
-    """The model's inputs for some texts, padded on the right whatever the tokenizer prefers: rows are not continued."""
+def padded_inputs(model: TaskModel, encoded: Sequence[Encoded]) -> dict[str, Tensor]:
+    """The model's inputs, padded on the right whatever the tokenizer prefers: rows are not continued."""
     fills = {"input_ids": model.tokenizer.pad_token_id or 0}
-    encoded = model.tokenizer(list(texts))
-    return {key: padded(ids, fills.get(key, 0), model.device) for key, ids in encoded.items()}
+    return {key: padded([one[key] for one in encoded], fills.get(key, 0), model.device) for key in encoded[0]}
 
 
 def _input_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:

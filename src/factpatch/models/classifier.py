@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from factpatch.errors import InputError
 from factpatch.facts import normalize
-from factpatch.models.base import Rows, TaskModel, tokenize
+from factpatch.models.base import Encoded, Rows, TaskModel, padded_inputs
 
 
 class Classifier(TaskModel):
@@ -26,12 +26,12 @@ class Classifier(TaskModel):
         names = self.model.config.id2label or {}
         self.labels = [str(names[i]) for i in sorted(names)]
 
-    def rows(self, inputs: Sequence[str], targets: Sequence[str] | None = None) -> Rows:
-        labels = None
-        if targets is not None:
-            numbers = [self.labels.index(self.check_target(target)) for target in targets]
-            labels = torch.tensor(numbers, device=self.device)
-        return Rows(tokenize(self, inputs), labels)
+    def encode_targets(self, targets: Sequence[str]) -> list[int]:
+        return [self.labels.index(self.check_target(target)) for target in targets]
+
+    def collate(self, encoded: Sequence[Encoded], targets: Sequence[int] | None = None) -> Rows:
+        labels = None if targets is None else torch.tensor(targets).to(self.device, non_blocking=True)
+        return Rows(padded_inputs(self, encoded), labels)
 
     def logits(self, rows: Rows) -> Tensor:
         return self.model(**rows.inputs).logits.float()

@@ -12,9 +12,10 @@ from transformers import AutoModelForSeq2SeqLM
 
 from factpatch.errors import InputError
 from factpatch.facts import same
-from factpatch.models.base import Rows, TaskModel, padded, tokenize
+from factpatch.models.base import Encoded, Rows, TaskModel, padded, padded_inputs
 
 NO_TARGET = -100  # what cross_entropy leaves out
+MAX_ANSWER_TOKENS = 32  # where the model's folder says nothing
 
 
 class Seq2Seq(TaskModel):
@@ -23,20 +24,25 @@ class Seq2Seq(TaskModel):
     kind = "seq2seq"
     auto_class = AutoModelForSeq2SeqLM
     beams = 5
-    max_answer_tokens = 32
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         # The model's own generation settings, but for the search: a folder may ask for greedy or sampled answers.
         self.generation = copy.deepcopy(self.model.generation_config)
-        self.generation.update(num_beams=self.beams, do_sample=False, max_new_tokens=self.max_answer_tokens)
+        self.generation.update(num_beams=self.beams, do_sample=False)
         self.generation.max_length = None
+        self.limit_answers(self.generation.max_new_tokens or MAX_ANSWER_TOKENS)
 
-    def rows(self, inputs: Sequence[str], targets: Sequence[str] | None = None) -> Rows:
-        if targets is None:
-            return Rows(tokenize(self, inputs))
-        labels = padded(self.tokenizer(text_target=list(targets))["input_ids"], NO_TARGET, self.device)
-        return Rows(tokenize(self, inputs), labels)
+    def limit_answers(self, tokens: int) -> None:
+        """How long an answer may grow."""
+        self.max_answer_tokens = self.generation.max_new_tokens = tokens
+
+    def encode_targets(self, targets: Sequence[str]) -> list[list[int]]:
+        return self.tokenizer(text_target=list(targets))["input_ids"] if targets else []
+
+    def collate(self, encoded: Sequence[Encoded], targets: Sequence[list[int]] | None = None) -> Rows:
+        labels = None if targets is None else padded(list(targets), NO_TARGET, self.device)
+        return Rows(padded_inputs(self, encoded), labels)
 
     def logits(self, rows: Rows) -> Tensor:
         assert rows.labels is not None

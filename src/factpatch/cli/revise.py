@@ -1,0 +1,56 @@
+"""factpatch revise"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from factpatch.cli.common import (
+    Data,
+    Device,
+    Json,
+    Model,
+    Precision,
+    Seed,
+    SkipBad,
+    prepare,
+    print_json,
+    progress_bar,
+    show_counts,
+    working,
+)
+
+
+def revise(
+    model: Model,
+    data: Data,
+    output: Annotated[Path, typer.Option(help="The revision file to write.")],
+    precision: Precision = None,
+    skip_bad: SkipBad = False,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Write what the model says to each input, what else it could say, and the paraphrases it answers alike.
+
+    Run it again after a kill and it goes on where it stopped.
+
+    Example: factpatch revise --model runs/fever --data fever/dev.jsonl --output runs/fever-dev.jsonl
+    """
+    start = time.perf_counter()
+    with working("loading"):
+        from factpatch.data.records import count_records
+        from factpatch.data.revisions import revise as write_revisions
+        from factpatch.device import find_dtype
+        from factpatch.models import load_model
+
+        prepare(seed)
+        total = count_records(data)
+        task_model = load_model(model, device, find_dtype(precision, device))
+    with progress_bar("revising", total) as bar:
+        result = write_revisions(task_model, data, output, skip_bad, lambda n: bar.advance(bar.task_ids[0], n))
+    result["seconds"] = time.perf_counter() - start
+    print_json(result) if as_json else show_counts(result, output)

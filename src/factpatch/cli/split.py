@@ -1,0 +1,38 @@
+"""factpatch split"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from factpatch.cli.common import Device, Json, Seed, SkipBad, print_json, show_counts
+
+
+def split(
+    data: Annotated[list[str], typer.Argument(help="Data files to split together.")],
+    train: Annotated[Path, typer.Option(help="The training file to write.")],
+    dev: Annotated[Path, typer.Option(help="The validation file to write.")],
+    share: Annotated[float, typer.Option(help="How much of each relation goes to the validation file.")] = 0.1,
+    skip_bad: SkipBad = False,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Split facts, not questions, with the same share of every relation in dev: the paper's re-split of zsRE.
+
+    Example: factpatch split zsre-train.jsonl zsre-dev.jsonl --train train.jsonl --dev dev.jsonl
+    """
+    start = time.perf_counter()
+    from factpatch.data.records import Counts, read_records
+    from factpatch.data.split import split_facts, write_records
+
+    counts = Counts()
+    records = (record for source in data for record in read_records(source, counts, skip_bad=skip_bad))
+    parts = split_facts(records, share, seed)
+    write_records(parts.train, train)
+    write_records(parts.dev, dev)
+    result = {"records": counts.read, "bad": counts.bad, **parts.counts(), "seconds": time.perf_counter() - start}
+    print_json(result) if as_json else show_counts(result, f"{train} and {dev}")

@@ -1,0 +1,1 @@
+"""From raw facts to revisions."""

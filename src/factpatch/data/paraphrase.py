@@ -1,0 +1,89 @@
+"""Paraphrases by round-trip translation (the paper's appendix): there and back with 5 × 5 beams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from factpatch.data.records import Counts, read_records, source_hash
+from factpatch.data.revisions import chunks
+from factpatch.errors import ModelError
+from factpatch.facts import normalize, read_jsonl
+from factpatch.files import ResumableLines
+from factpatch.models import Seq2Seq, TaskModel
+
+CHUNK = 2048  # claims that are translated together and written together
+
+
+class RoundTrip:
+    """Two translation models, one there and one back."""
+
+    def __init__(self, forward: TaskModel, backward: TaskModel):
+        for model in (forward, backward):
+            if not isinstance(model, Seq2Seq):
+                raise ModelError(
+                    f"expected a translation model, found a {model.kind}; use a MarianMT folder or hub name"
+                )
+        self.forward, self.backward = forward, backward
+
+    def paraphrases(self, texts: Sequence[str]) -> list[list[str]]:
+        """Up to 25 for each text, best first: ordered by the sum of the two beam ranks, without copies of the text."""
+        there = self._translate(self.forward, texts)
+        pivots = list(dict.fromkeys(pivot for ranked in there for pivot in ranked if pivot))
+        back = dict(zip(pivots, self._translate(self.backward, pivots), strict=True))
+        return [self._ordered(text, ranked, back) for text, ranked in zip(texts, there, strict=True)]
+
+    @staticmethod
+    def _translate(model: TaskModel, texts: Sequence[str]) -> list[list[str]]:
+        assert isinstance(model, Seq2Seq)
+        # A translation is about as long as its source; one that is far longer repeats itself.
+        model.limit_answers(2 * max(model.lengths(texts), default=0) + 8)
+        return model.candidates(texts)
+
+    @staticmethod
+    def _ordered(text: str, pivots: Sequence[str], back: dict[str, list[str]]) -> list[str]:
+        ranked = [
+            (i + j, i, paraphrase)
+            for i, pivot in enumerate(pivots)
+            for j, paraphrase in enumerate(back.get(pivot, []))
+            if paraphrase
+        ]
+        kept = {normalize(text): ""}
+        for _, _, paraphrase in sorted(ranked, key=lambda item: item[:2]):
+            kept.setdefault(normalize(paraphrase), paraphrase)
+        return list(kept.values())[1:]
+
+
+def paraphrase(
+    round_trip: RoundTrip,
+    source: str | Path,
+    output: str | Path,
+    skip_bad: bool = False,
+    on_done: Callable[[int], object] = lambda records: None,
+) -> dict[str, Any]:
+    """Writes the records with `rephrases` made anew. A killed run is taken up where it stopped."""
+    models = (round_trip.forward, round_trip.backward)
+    settings = {"data": source_hash(source), "models": [model.fingerprint for model in models]}
+    lines = ResumableLines(output, settings, CHUNK)
+    counts = Counts()
+    check = round_trip.forward.check_input
+    records = read_records(source, counts, check=lambda record: check(record.input), skip_bad=skip_bad)
+    on_done(sum(1 for _ in islice(records, lines.done)))
+    for chunk in chunks(records, CHUNK):
+        found = round_trip.paraphrases([record.input for record in chunk])
+        made = ({**r.to_dict(), "rephrases": texts} for r, texts in zip(chunk, found, strict=True))
+        lines.write([json.dumps(record, ensure_ascii=False) for record in made])
+        on_done(len(chunk))
+    lines.finish()
+    numbers = list(read_jsonl(output, lambda record: len(record["rephrases"])))
+    return {
+        "records": counts.read,
+        "kept": len(numbers),
+        "with_paraphrase": sum(n > 0 for n in numbers) / len(numbers),
+        "with_five_paraphrases": sum(n >= 5 for n in numbers) / len(numbers),
+        "left_out": counts.left_out,
+        "bad": counts.bad,
+    }

@@ -1,0 +1,208 @@
+"""Reading facts: KILT files as published, a user's own JSON lines, CounterFact, or a data set of the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from factpatch.errors import InputError
+from factpatch.facts import normalize, read_jsonl, required_text, text_list
+from factpatch.files import content_hash
+
+NOT_A_FACT = {normalize("NOT ENOUGH INFO")}  # FEVER's third label: neither SUPPORTS nor REFUTES
+
+
+@dataclass(frozen=True)
+class Record:
+    """One fact as it was read."""
+
+    id: str
+    input: str
+    answers: tuple[str, ...] = ()
+    rephrases: tuple[str, ...] = ()  # generated
+    human_rephrases: tuple[str, ...] = ()  # a question's other templates
+    subject: str | None = None
+    relation: str | None = None
+    alternative: str | None = None  # what the data itself asks to say instead
+    raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record in KILT's form, with the question as its input and what else was in the line."""
+        raw = {} if "requested_rewrite" in self.raw else self.raw
+        meta = {**(raw.get("meta") or {}), "subject_entity": self.subject, "relation": self.relation}
+        line = {
+            **raw,
+            "id": self.id,
+            "input": self.input,
+            "output": [{"answer": answer} for answer in self.answers],
+            "rephrases": list(self.rephrases),
+            "human_rephrases": list(self.human_rephrases),
+            "alternative": self.alternative,
+            "meta": {key: value for key, value in meta.items() if value is not None},
+        }
+        return {key: value for key, value in line.items() if value or key in raw}
+
+    @property
+    def questions(self) -> list[str]:
+        """The input and every human wording of it."""
+        return list(dict.fromkeys([self.input, *self.human_rephrases]))
+
+
+@dataclass
+class Counts:
+    """What became of the records of a file."""
+
+    read: int = 0
+    left_out: int = 0  # neither SUPPORTS nor REFUTES
+    bad: int = 0
+    first_bad: str | None = None
+
+
+def read_records(
+    source: str | Path,
+    counts: Counts | None = None,
+    need_answers: bool = False,
+    check: Callable[[Record], object] | None = None,
+    skip_bad: bool = False,
+) -> Iterator[Record]:
+    """Streams the records of a file, or of `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`.
+
+    `check` may raise an InputError for a record that cannot be used; like every bad record it is reported with its
+    line, or passed over and counted with `skip_bad`. Two records with one id are bad too.
+    """
+    counts = Counts() if counts is None else counts
+    seen: set[str] = set()
+
+    def parse(raw: dict[str, Any]) -> Record | None:
+        counts.read += 1
+        record = parse_record(raw, f"record-{counts.read}")
+        if record.id in seen:
+            raise InputError(f"two records have the id {record.id!r}")
+        seen.add(record.id)
+        if record.answers and normalize(record.answers[0]) in NOT_A_FACT:
+            counts.left_out += 1
+            return None
+        if need_answers and not record.answers:
+            raise InputError('expected an answer in "output", found none')
+        if check is not None:
+            check(record)
+        return record
+
+    def on_bad(message: str) -> None:
+        counts.bad += 1
+        counts.first_bad = counts.first_bad or message
+
+    found = False
+    for record in _parsed(str(source), parse, on_bad if skip_bad else None):
+        if record is not None:
+            found = True
+            yield record
+    if not found:
+        raise InputError(f"{source}: expected at least one record, found none that can be used")
+
+
+def _parsed(source: str, parse: Callable[[dict[str, Any]], Record | None], on_bad: Any) -> Iterator[Record | None]:
+    if not source.startswith("hub:"):
+        yield from read_jsonl(source, parse, on_bad)
+        return
+    for number, raw in enumerate(_hub_rows(source), start=1):
+        try:
+            yield parse(raw)
+        except InputError as error:
+            if on_bad is None:
+                raise InputError(f"{source}, row {number}: {error}; pass over bad records with --skip-bad") from None
+            on_bad(f"{source}, row {number}: {error}")
+
+
+def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports] (an extra)
+    except ImportError:
+        raise InputError("reading from the hub needs the datasets package: pip install 'factpatch[hub]'") from None
+    name, *config, split = source.removeprefix("hub:").split(":") if source.count(":") > 1 else (source[4:], "train")
+    try:
+        yield from datasets.load_dataset(name, *config, split=split, streaming=True)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {source}: {error}; expected hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT") from error
+
+
+def parse_record(raw: dict[str, Any], default_id: str) -> Record:
+    """A record of any of the known forms."""
+    return _parse_counterfact(raw) if "requested_rewrite" in raw else _parse_kilt(raw, default_id)
+
+
+def _parse_kilt(raw: dict[str, Any], default_id: str) -> Record:
+    """KILT's form, of which a user's own lines with just `input`, and perhaps `output`, are a part."""
+    text = required_text(raw, "input").strip()
+    if not text:
+        raise InputError('expected a text in "input", found an empty one')
+    meta = raw.get("meta") or {}
+    if not isinstance(meta, dict):
+        raise InputError(f'expected an object in "meta", found {type(meta).__name__}')
+    questions = text_list(meta, "template_questions")
+    subject, relation = meta.get("subject_entity"), meta.get("relation")
+    if " [SEP] " in text:  # zsRE as published: "Germany [SEP] capital", its questions in meta
+        subject, relation = text.split(" [SEP] ", 1)
+        if not questions:
+            raise InputError('expected "template_questions" beside an input with [SEP], found none')
+        text = questions[0]
+    human = dict.fromkeys([*text_list(raw, "human_rephrases"), *questions])
+    return Record(
+        id=str(raw.get("id") or default_id),
+        input=text,
+        answers=_answers(raw),
+        rephrases=text_list(raw, "rephrases"),
+        human_rephrases=tuple(question for question in human if question != text),
+        subject=subject,
+        relation=relation,
+        alternative=raw.get("alternative"),
+        raw=raw,
+    )
+
+
+def _answers(raw: dict[str, Any]) -> tuple[str, ...]:
+    """KILT writes [{"answer": ...}, ...], some entries without an answer; a text or a list of texts will do too."""
+    output = raw.get("output", raw.get("answers"))
+    if isinstance(output, str):
+        output = [output]
+    if output is None:
+        return ()
+    if not isinstance(output, list):
+        raise InputError(f'expected a text or a list in "output", found {type(output).__name__}')
+    answers = [entry.get("answer") if isinstance(entry, dict) else entry for entry in output]
+    if not all(answer is None or isinstance(answer, str) for answer in answers):
+        raise InputError('expected texts as answers in "output"')
+    return tuple(dict.fromkeys(answer.strip() for answer in answers if answer and answer.strip()))
+
+
+def _parse_counterfact(raw: dict[str, Any]) -> Record:
+    try:
+        rewrite = raw["requested_rewrite"]
+        return Record(
+            id=str(raw["case_id"]),
+            input=rewrite["prompt"].format(rewrite["subject"]),
+            answers=(rewrite["target_true"]["str"].strip(),),
+            human_rephrases=text_list(raw, "paraphrase_prompts"),
+            subject=rewrite["subject"],
+            relation=rewrite.get("relation_id"),
+            alternative=rewrite["target_new"]["str"].strip(),
+            raw=raw,
+        )
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InputError(f"expected a CounterFact record, found none of its fields {error}") from None
+
+
+def count_records(source: str | Path) -> int | None:
+    """How many there are, for progress bars; None where only reading would tell."""
+    if str(source).startswith("hub:"):
+        return None
+    total = [0]
+    for _ in read_jsonl(source, lambda raw: None, on_bad=lambda message: total.__setitem__(0, total[0] + 1)):
+        total[0] += 1
+    return total[0]
+
+
+def source_hash(source: str | Path) -> str:
+    return str(source) if str(source).startswith("hub:") else content_hash(source)

@@ -1,0 +1,102 @@
+"""From records to revisions ⟨x, y, a, Pˣ⟩: what the model says, what else it could say, paraphrases it agrees on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from factpatch.data.records import Counts, Record, read_records, source_hash
+from factpatch.facts import Revision, normalize, read_revisions, same
+from factpatch.files import ResumableLines
+from factpatch.models import Classifier, TaskModel
+
+CHUNK = 4096  # records that are predicted together and written together
+
+
+def revise(
+    model: TaskModel,
+    source: str | Path,
+    output: str | Path,
+    skip_bad: bool = False,
+    on_done: Callable[[int], object] = lambda records: None,
+) -> dict[str, Any]:
+    """Writes the revision file of a data file, and says what is in it. A killed run is taken up where it stopped."""
+
+    def check(record: Record) -> None:
+        model.check_input(record.input)
+        if isinstance(model, Classifier):
+            for answer in record.answers:
+                model.check_target(answer)
+
+    settings = {"data": source_hash(source), "model": model.fingerprint, "dtype": str(model.model.dtype)}
+    lines = ResumableLines(output, settings, CHUNK)
+    counts = Counts()
+    records = read_records(source, counts, check=check, skip_bad=skip_bad)
+    on_done(sum(1 for _ in islice(records, lines.done)))
+    for chunk in chunks(records, CHUNK):
+        lines.write([revision.to_json() for revision in revise_records(model, chunk)])
+        on_done(len(chunk))
+    lines.finish()
+    return {**_summary(output), "records": counts.read, "left_out": counts.left_out, "bad": counts.bad}
+
+
+def revise_records(model: TaskModel, records: Sequence[Record]) -> list[Revision]:
+    """All in a few batches: every input with its alternatives, every paraphrase with its prediction."""
+    ranked = model.candidates([record.input for record in records])
+    texts = list(dict.fromkeys(text for r in records for text in (*r.rephrases, *r.human_rephrases)))
+    readable = [text for text in texts if model.can_read(text)]
+    said = dict(zip(readable, model.predict(readable), strict=True))
+
+    def agreeing(record: Record, rephrases: Sequence[str], prediction: str) -> tuple[str, ...]:
+        """Those that the model answers alike; none that is the input, or another of them, after normalising."""
+        kept = {normalize(record.input): ""}
+        for text in rephrases:
+            if text in said and same(said[text], prediction):
+                kept.setdefault(normalize(text), text)
+        return tuple(kept.values())[1:]
+
+    return [
+        Revision(
+            id=record.id,
+            input=record.input,
+            prediction=(prediction := outputs[0]),
+            alternatives=alternatives(model, record, outputs),
+            rephrases=agreeing(record, record.rephrases, prediction),
+            human_rephrases=agreeing(record, record.human_rephrases, prediction),
+            answers=record.answers,
+        )
+        for record, outputs in zip(records, ranked, strict=True)
+    ]
+
+
+def alternatives(model: TaskModel, record: Record, outputs: Sequence[str]) -> tuple[str, ...]:
+    """What the data asks for, then the other labels, or the other beams that differ from the prediction."""
+    others = model.labels if isinstance(model, Classifier) else outputs
+    wanted = [record.alternative] if record.alternative else []
+    kept = {normalize(outputs[0]): ""}
+    for text in (*wanted, *outputs[1:], *others):
+        if text.strip():
+            kept.setdefault(normalize(text), text)
+    return tuple(kept.values())[1:]
+
+
+def chunks(records: Iterator[Record], size: int) -> Iterator[list[Record]]:
+    while chunk := list(islice(records, size)):
+        yield chunk
+
+
+def _summary(output: str | Path) -> dict[str, Any]:
+    kept = with_alternative = with_paraphrase = with_human = 0
+    for revision in read_revisions(output):
+        kept += 1
+        with_alternative += bool(revision.alternatives)
+        with_paraphrase += bool(revision.rephrases or revision.human_rephrases)
+        with_human += bool(revision.human_rephrases)
+    shares = {
+        "with_alternative": with_alternative,
+        "with_paraphrase": with_paraphrase,
+        "with_human_paraphrase": with_human,
+    }
+    return {"kept": kept, **{key: number / kept for key, number in shares.items()}}

@@ -1,0 +1,368 @@
+"""Fine-tuning task models (the paper's appendix): classifiers of claims, encoder-decoders that answer questions."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn import functional as F
+
+from factpatch.data.records import Counts, Record, read_records
+from factpatch.errors import FileError, InputError
+from factpatch.files import atomic_folder
+from factpatch.metrics import accuracy
+from factpatch.models import Classifier, Seq2Seq, TaskModel, load_model
+from factpatch.models.base import Encoded
+from factpatch.models.seq2seq import MAX_ANSWER_TOKENS, NO_TARGET
+from factpatch.training.checkpoint import (
+    load_checkpoint,
+    optimizer_tensors,
+    random_state,
+    restore_optimizer,
+    restore_random_state,
+    save_checkpoint,
+    stop_signals,
+)
+
+BUCKET = 50  # batches whose examples are sorted by length together
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """How to fine-tune. The defaults are the paper's, but for the number of updates, which follows the data's size."""
+
+    task: str = "classify"  # or "answer"
+    lr: float = 3e-5
+    batch: int = 256
+    epochs: float = 10.0  # how long to train, unless steps or minutes say
+    steps: int | None = None
+    minutes: float | None = None  # the schedule is stretched over this time instead
+    warmup: int = 500  # steps, a tenth of all at most
+    weight_decay: float = 1e-2
+    max_tokens: int = 32  # longer inputs are cut
+    entropy: float = 0.1  # classifiers: how much of the predictions' entropy is taken off the loss
+    label_smoothing: float = 0.1  # encoder-decoders
+    holdout: int = 1000  # records of train that choose the best weights, a tenth of all at most
+    validations: int = 20  # how often they do
+    checkpoint_seconds: float = 60.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        positive = ("lr", "batch", "epochs", "max_tokens", "holdout", "validations")
+        problems = [f"{name}={getattr(self, name)} must be above 0" for name in positive if getattr(self, name) <= 0]
+        problems += [
+            f"{n}={v} must be above 0" for n in ("steps", "minutes") if (v := getattr(self, n)) is not None and v <= 0
+        ]
+        if self.task not in ("classify", "answer"):
+            problems.append(f"task={self.task} must be classify or answer")
+        if problems:
+            raise InputError("; ".join(problems))
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands, for whoever watches it."""
+
+    step: int
+    share: float  # of the whole run
+    loss: float
+    score: float | None  # of the held-out slice, at the last validation
+
+
+@dataclass(frozen=True)
+class Example:
+    encoded: Encoded
+    target: Any  # a class number or token numbers
+
+
+class Fit:
+    """One fine-tuning run in one folder."""
+
+    def __init__(
+        self, config: FitConfig, model_name: str, output: str | Path, resume: bool = False, device: str | None = None
+    ):
+        self.config = config
+        self.model_name = model_name
+        self.output = Path(output)
+        self.resume = resume
+        self.device = device
+        self.checkpoint = self.output / "checkpoint"
+        self.metrics: list[dict[str, Any]] = []
+        if resume and not self.checkpoint.exists():
+            raise FileError(f"nothing to resume: expected a checkpoint in {self.checkpoint}; start without --resume")
+        if not resume and self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
+            raise FileError(f"{self.output} is in use; go on with its run by --resume, or choose another --output")
+
+    def run(
+        self,
+        train: str | Path,
+        dev: str | Path | None,
+        skip_bad: bool = False,
+        watch: Callable[[Status], object] = lambda status: None,
+    ) -> dict[str, Any]:
+        """Trains, keeps the weights that are best on a slice held out of train, and measures them on dev."""
+        config = self.config
+        torch.manual_seed(config.seed)
+        records, counts = _read(train, skip_bad)
+        labels = sorted({record.answers[0] for record in records}) if config.task == "classify" else None
+        if labels and not 2 <= len(labels) <= 100:
+            raise InputError(
+                f"expected 2 to 100 labels in {train}, found {len(labels)}; for free answers use --task answer"
+            )
+        # On a GPU the mixed precision of Accelerate; on CPU float32 throughout.
+        self.model = load_model(self.model_name, self.device, torch.float32, config.task, labels)
+        on_gpu = self.model.device.type == "cuda"
+        self.accelerator = Accelerator(mixed_precision="bf16" if on_gpu else "no", cpu=not on_gpu)
+        self.model.model.to(self.accelerator.device)
+        dev_records, dev_counts = _read(dev, skip_bad, self.model) if dev else ([], Counts())
+        held_out, kept = hold_out(records, config)
+        examples = self._examples(kept)
+        if config.task == "answer":
+            self._set_answer_length(examples)
+
+        start = time.perf_counter()
+        stopped = not self._train(examples, held_out, watch)
+        seconds = time.perf_counter() - start + self.earlier_seconds
+        if stopped:
+            raise FileError(f"stopped on request; go on with --resume, the checkpoint is in {self.checkpoint}")
+        name = "accuracy" if config.task == "classify" else "exact_match"
+        result: dict[str, Any] = {
+            name: self._score(dev_records) if dev_records else None,
+            f"held_out_{name}": self.best_score,
+            "best_step": self.best_step,
+            "steps": self.step,
+            "records": counts.read,
+            "examples": len(examples),
+            "dev_records": len(dev_records),
+            "left_out": counts.left_out + dev_counts.left_out,
+            "bad": counts.bad + dev_counts.bad,
+            "seconds": seconds,
+        }
+        if self.accelerator.is_main_process:
+            self._save(result)
+        return result
+
+    # The loop
+
+    def _train(self, examples: list[Example], held_out: list[Record], watch: Callable[[Status], object]) -> bool:
+        """False where it was asked to stop before the end."""
+        config = self.config
+        network = self.model.model.requires_grad_(True)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        per_epoch = -(-len(examples) // config.batch)
+        total = config.steps or max(1, round(config.epochs * per_epoch))
+        self.step, self.best_step, self.best_score, self.earlier_seconds = 0, 0, -1.0, 0.0
+        self.best = _copy_of(network)
+        score = self._take_up(optimizer) if self.resume else None
+        begin = saved = time.perf_counter()
+        loss = torch.zeros(())
+
+        def share() -> float:
+            """How much of the run is done: of its steps, or of its time."""
+            if config.minutes is None:
+                return self.step / total
+            return min(1.0, (time.perf_counter() - begin + self.earlier_seconds) / (60 * config.minutes))
+
+        validated = int(share() * config.validations)
+        with stop_signals() as asked_to_stop:
+            for batch in batches_from(examples, config, self.step):
+                done = share()
+                if done >= 1:
+                    break
+                for group in optimizer.param_groups:
+                    group["lr"] = config.lr * schedule(done, min(0.1, config.warmup / total))
+                loss = self._step(batch, optimizer)
+                self.step += 1
+                due = int(share() * config.validations) > validated or share() >= 1
+                if due:
+                    validated = int(share() * config.validations)
+                    score = self._validate(held_out, float(loss), time.perf_counter() - begin + self.earlier_seconds)
+                if due or self.step % 10 == 0:
+                    watch(Status(self.step, share(), float(loss), score))
+                overdue = time.perf_counter() - saved > config.checkpoint_seconds
+                if asked_to_stop.is_set() or overdue:
+                    self._checkpoint(optimizer, time.perf_counter() - begin + self.earlier_seconds)
+                    saved = time.perf_counter()
+                if asked_to_stop.is_set():
+                    return False
+        network.load_state_dict(self.best)
+        network.eval().requires_grad_(False)
+        return True
+
+    def _step(self, batch: list[Example], optimizer: torch.optim.Optimizer) -> Tensor:
+        """One update. Each process takes its share of the batch; summed gradients are those of the whole."""
+        self.model.model.train()
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        mine = batch[rank::world]
+        optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), device=self.accelerator.device)
+        if mine:
+            rows = self.model.collate([e.encoded for e in mine], [e.target for e in mine])
+            with self.accelerator.autocast():
+                logits = self.model.logits(rows)
+            assert rows.labels is not None
+            if self.config.task == "classify":
+                loss = classifier_losses(logits, rows.labels, self.config.entropy).sum() / len(batch)
+            else:
+                tokens = sum(len(e.target) for e in batch)
+                loss = answer_losses(logits, rows.labels, self.config.label_smoothing).sum() / tokens
+            loss.backward()
+        if world > 1:
+            for parameter in self.model.model.parameters():
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self.accelerator.reduce(gradient, "sum")  # type: ignore[assignment] (a tensor in, a tensor out)
+            loss = self.accelerator.reduce(loss.detach(), "sum")  # type: ignore[assignment] (likewise)
+        optimizer.step()
+        return loss.detach()
+
+    def _validate(self, held_out: list[Record], loss: float, seconds: float) -> float:
+        score = self._score(held_out)
+        if score > self.best_score:
+            self.best_score, self.best_step, self.best = score, self.step, _copy_of(self.model.model)
+        self.metrics.append({"step": self.step, "loss": loss, "held_out": score, "seconds": seconds})
+        return score
+
+    def _score(self, records: Sequence[Record]) -> float:
+        self.model.model.eval()
+        with self.accelerator.autocast():
+            predictions = self.model.predict([record.input for record in records], cut=True)
+        return accuracy(predictions, [record.answers for record in records])
+
+    # Data
+
+    def _examples(self, records: Sequence[Record]) -> list[Example]:
+        """Claims with their labels; for questions, every wording of every fact with its first answer."""
+        pairs = [
+            (text, record.answers[0])
+            for record in records
+            for text in ([record.input] if self.config.task == "classify" else record.questions)
+        ]
+        encoded = self.model.encode([text for text, _ in pairs], self.config.max_tokens)
+        targets = self.model.encode_targets([target for _, target in pairs])
+        return [Example(*pair) for pair in zip(encoded, targets, strict=True)]
+
+    def _set_answer_length(self, examples: Sequence[Example]) -> None:
+        """The model may say as much as its longest answer; its folder will say so, and how it searches."""
+        model = self.model
+        assert isinstance(model, Seq2Seq)
+        model.limit_answers(min(MAX_ANSWER_TOKENS, max(len(e.target) for e in examples)))
+        model.generation.early_stopping = True
+        model.model.generation_config = model.generation
+
+    # Files
+
+    def _checkpoint(self, optimizer: torch.optim.Optimizer, seconds: float) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        tensors = {
+            "model": _copy_of(self.model.model),
+            "best": self.best,
+            "optimizer": optimizer_tensors(optimizer),
+            "random": random_state(),
+        }
+        numbers = {
+            "config": asdict(self.config),
+            "model_name": self.model_name,
+            "step": self.step,
+            "best_step": self.best_step,
+            "best_score": self.best_score,
+            "seconds": seconds,
+            "metrics": self.metrics,
+        }
+        save_checkpoint(self.checkpoint, tensors, numbers)
+
+    def _take_up(self, optimizer: torch.optim.Optimizer) -> float | None:
+        """Everything as it was at the checkpoint. Settings must be the same, or it would be another run."""
+        tensors, numbers = load_checkpoint(self.checkpoint)
+        wanted = {**asdict(self.config), "model_name": self.model_name}
+        found = {**numbers["config"], "model_name": numbers["model_name"]}
+        if differing := sorted(key for key in wanted if wanted[key] != found.get(key)):
+            changes = ", ".join(f"{key} was {found.get(key)}, now {wanted[key]}" for key in differing)
+            raise InputError(f"the run in {self.output} had other settings: {changes}; resume it with the same ones")
+        network = self.model.model
+        network.load_state_dict(tensors["model"])
+        self.best = {k: v.to(network.device) for k, v in tensors["best"].items()}
+        restore_optimizer(optimizer, tensors["optimizer"])
+        restore_random_state(tensors["random"])
+        self.step, self.best_step = numbers["step"], numbers["best_step"]
+        self.best_score, self.earlier_seconds = numbers["best_score"], numbers["seconds"]
+        self.metrics = numbers["metrics"]
+        return self.metrics[-1]["held_out"] if self.metrics else None
+
+    def _save(self, result: dict[str, Any]) -> None:
+        from factpatch import __version__
+
+        about = {"factpatch": __version__, "model": self.model_name, "config": asdict(self.config), "result": result}
+        with atomic_folder(self.output) as scratch:
+            self.model.write_to(scratch)
+            (scratch / "fit.json").write_text(json.dumps(about, indent=2) + "\n")
+            (scratch / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
+
+
+def classifier_losses(logits: Tensor, labels: Tensor, entropy: float) -> Tensor:
+    """Cross-entropy less a share of the prediction's entropy, which keeps the model from certainty: (rows,)."""
+    log_p = logits.float().log_softmax(-1)
+    return F.nll_loss(log_p, labels, reduction="none") + entropy * (log_p.exp() * log_p).sum(-1)
+
+
+def answer_losses(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    """Label-smoothed cross-entropy of each target token, 0 where there is none: (rows·tokens,)."""
+    flat = logits.float().flatten(0, 1)
+    return F.cross_entropy(flat, labels.flatten(), ignore_index=NO_TARGET, label_smoothing=smoothing, reduction="none")
+
+
+def schedule(share: float, warmup: float) -> float:
+    """Linear from 0 to 1 over the warm-up's share of a run, then linear to 0."""
+    return share / warmup if share < warmup else (1 - share) / (1 - warmup)
+
+
+def hold_out(records: list[Record], config: FitConfig) -> tuple[list[Record], list[Record]]:
+    """A slice of train for choosing, and the rest for training."""
+    shuffled = random.Random(config.seed).sample(records, len(records))
+    size = min(config.holdout, len(records) // 10)
+    if size == 0:
+        raise InputError(f"expected at least 10 records to train on, found {len(records)}")
+    return shuffled[:size], shuffled[size:]
+
+
+def batches_from(examples: list[Example], config: FitConfig, step: int) -> Iterator[list[Example]]:
+    """Batches without end, from the given step on. Examples of like length share one, so that little is padding."""
+    per_epoch = -(-len(examples) // config.batch)
+    epoch, position = divmod(step, per_epoch)
+    while True:
+        chance = random.Random(f"{config.seed}/{epoch}")
+        order = chance.sample(range(len(examples)), len(examples))
+        span = BUCKET * config.batch
+        buckets = (order[i : i + span] for i in range(0, len(order), span))
+        ordered = [i for bucket in buckets for i in sorted(bucket, key=lambda i: len(examples[i].encoded["input_ids"]))]
+        batches = [ordered[i : i + config.batch] for i in range(0, len(ordered), config.batch)]
+        chance.shuffle(batches)
+        for batch in batches[position:]:
+            yield [examples[i] for i in batch]
+        epoch, position = epoch + 1, 0
+
+
+def _read(source: str | Path, skip_bad: bool, model: TaskModel | None = None) -> tuple[list[Record], Counts]:
+    """All records with answers; with a classifier given, its labels only."""
+    counts = Counts()
+
+    def check(record: Record) -> None:
+        if isinstance(model, Classifier):
+            model.check_target(record.answers[0])
+
+    records = [
+        replace(r, raw={}) for r in read_records(source, counts, need_answers=True, check=check, skip_bad=skip_bad)
+    ]
+    return records, counts
+
+
+def _copy_of(network: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
