@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from factpatch.errors import DeviceError, InputError
 
@@ -30,3 +34,14 @@ def find_dtype(precision: str | None, device: str | None = None) -> torch.dtype:
     if precision not in PRECISIONS:
         raise InputError(f"expected a precision out of {', '.join(PRECISIONS)}, found {precision!r}")
     return PRECISIONS[precision]
+
+
+@contextmanager
+def varying_shapes() -> Iterator[None]:
+    """Attention for batches of many shapes.
+
+    cuDNN's kernel, torch's first choice on recent GPUs, plans anew for every shape it meets, which takes some ten
+    milliseconds: far longer than attention itself where lengths vary from batch to batch and from token to token.
+    """
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        yield

@@ -99,7 +99,7 @@ def read_jsonl(
     path = Path(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for place, content in _pieces(file):
+            for place, content in _pieces(file, path):
                 try:
                     yield parse(_decode(content))
                 except InputError as error:
@@ -112,14 +112,14 @@ def read_jsonl(
         raise FileError(f"cannot read {path}: {reason}; expected a JSON lines file, plain or .gz") from error
 
 
-def _pieces(file: IO[bytes]) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+def _pieces(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
     """Where a record stands, and its bytes; or the record itself, where the file is one array, to be read whole."""
     for number, line in enumerate(file, start=1):
         if number == 1 and line.lstrip().startswith(b"["):
             try:
                 array = json.loads(line + file.read())
             except ValueError as error:
-                raise InputError(f"expected JSON lines or a JSON array, found a damaged array: {error}") from None
+                raise InputError(f"{path}: expected JSON lines or a JSON array, found a damaged one: {error}") from None
             yield from ((f"record {i}", record) for i, record in enumerate(array, start=1))
         elif line.strip():
             yield f"line {number}", line
@@ -127,7 +127,7 @@ def _pieces(file: IO[bytes]) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
 
 def _decode(content: bytes | dict[str, Any]) -> dict[str, Any]:
     try:
-        record = json.loads(content.decode("utf-8")) if isinstance(content, bytes) else content
+        record = json.loads(content.decode("utf-8-sig")) if isinstance(content, bytes) else content
     except UnicodeDecodeError as error:
         found = error.object[error.start]
         raise InputError(f"expected UTF-8, found byte 0x{found:02x} at position {error.start}") from None

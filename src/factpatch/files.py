@@ -111,7 +111,11 @@ def _swap(new: Path, place: Path) -> None:
         return
     aside = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}.old."))
     os.rename(place, aside)
-    os.rename(new, place)
+    try:
+        os.rename(new, place)
+    except BaseException:
+        os.rename(aside, place)
+        raise
     shutil.rmtree(aside)
 
 

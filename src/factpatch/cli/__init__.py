@@ -7,6 +7,7 @@ import sys
 import typer
 
 from factpatch.cli import bench, demo, edit, fit, paraphrase, patch, revise, split
+from factpatch.cli.common import is_main_process
 from factpatch.errors import FactpatchError
 
 app = typer.Typer(
@@ -41,7 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(args=_number_loops(sys.argv[1:] if arguments is None else arguments))
     except FactpatchError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        if is_main_process():
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -37,7 +37,7 @@ def working(message: str) -> Iterator[None]:
 
 
 def announce(message: str) -> None:
-    if is_main_process():
+    if is_main_process() and stderr.is_terminal:
         stderr.print(message)
 
 
@@ -51,7 +51,8 @@ def show_counts(result: dict[str, Any], place: object) -> None:
     table = Table(title=str(place), show_header=False)
     for key, value in result.items():
         share = isinstance(value, float) and key != "seconds"
-        table.add_row(key.replace("_", " "), f"{value:.1%}" if share else f"{value:,.0f}")
+        if value is not None:
+            table.add_row(key.replace("_", " "), f"{value:.1%}" if share else f"{value:,.0f}")
     stdout.print(table)
 
 
@@ -64,7 +65,9 @@ def status_bar(message: str) -> Iterator[Callable[[float, str], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[figures]}"),
     )
-    with Progress(*columns, console=stderr, transient=True, disable=not is_main_process()) as progress:
+    with Progress(
+        *columns, console=stderr, transient=True, disable=not (is_main_process() and stderr.is_terminal)
+    ) as progress:
         task = progress.add_task(message, total=1.0, figures="")
         yield lambda share, figures: progress.update(task, completed=share, figures=figures)
 
@@ -72,7 +75,7 @@ def status_bar(message: str) -> Iterator[Callable[[float, str], None]]:
 @contextmanager
 def progress_bar(message: str, total: int | None) -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True) as progress:
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         progress.add_task(message, total=total)
         yield progress
 

@@ -22,7 +22,7 @@ def demo(device: Device = None, seed: Seed = 0, as_json: Json = False) -> None:
     find_device(device)
     prepare(seed)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True) as progress:
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         tasks: dict[str, int] = {}
 
         def note(message: str, share: float) -> None:

@@ -38,7 +38,7 @@ def paraphrase(
 
     Run it again after a kill and it goes on where it stopped.
 
-    Example: factpatch paraphrase --data claims.jsonl --output out.jsonl --forward opus-mt-en-de --backward opus-mt-de-en
+    Example: factpatch paraphrase --data facts.jsonl --output out.jsonl --forward opus-mt-en-de --backward opus-mt-de-en
     """
     start = time.perf_counter()
     with working("loading"):

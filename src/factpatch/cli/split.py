@@ -27,12 +27,17 @@ def split(
     """
     start = time.perf_counter()
     from factpatch.data.records import Counts, read_records
-    from factpatch.data.split import split_facts, write_records
+    from factpatch.data.split import split_facts, write_split
 
     counts = Counts()
     records = (record for source in data for record in read_records(source, counts, skip_bad=skip_bad))
     parts = split_facts(records, share, seed)
-    write_records(parts.train, train)
-    write_records(parts.dev, dev)
-    result = {"records": counts.read, "bad": counts.bad, **parts.counts(), "seconds": time.perf_counter() - start}
+    write_split(parts, train, dev)
+    result = {
+        "records": counts.read,
+        "left_out": counts.left_out,
+        "bad": counts.bad,
+        **parts.counts(),
+        "seconds": time.perf_counter() - start,
+    }
     print_json(result) if as_json else show_counts(result, f"{train} and {dev}")

@@ -32,7 +32,7 @@ class RoundTrip:
     def paraphrases(self, texts: Sequence[str]) -> list[list[str]]:
         """Up to 25 for each text, best first: ordered by the sum of the two beam ranks, without copies of the text."""
         there = self._translate(self.forward, texts)
-        pivots = list(dict.fromkeys(pivot for ranked in there for pivot in ranked if pivot))
+        pivots = [p for p in dict.fromkeys(pivot for ranked in there for pivot in ranked) if self.backward.can_read(p)]
         back = dict(zip(pivots, self._translate(self.backward, pivots), strict=True))
         return [self._ordered(text, ranked, back) for text, ranked in zip(texts, there, strict=True)]
 
@@ -40,7 +40,8 @@ class RoundTrip:
     def _translate(model: TaskModel, texts: Sequence[str]) -> list[list[str]]:
         assert isinstance(model, Seq2Seq)
         # A translation is about as long as its source; one that is far longer repeats itself.
-        model.limit_answers(2 * max(model.lengths(texts), default=0) + 8)
+        longest = 2 * max(model.lengths(texts), default=0) + 8
+        model.limit_answers(min(longest, model.max_input_tokens - 1))
         return model.candidates(texts)
 
     @staticmethod
@@ -82,6 +83,7 @@ def paraphrase(
     return {
         "records": counts.read,
         "kept": len(numbers),
+        "with_alternative": None,  # known once a model has been asked
         "with_paraphrase": sum(n > 0 for n in numbers) / len(numbers),
         "with_five_paraphrases": sum(n >= 5 for n in numbers) / len(numbers),
         "left_out": counts.left_out,

@@ -36,7 +36,7 @@ class Record:
             **raw,
             "id": self.id,
             "input": self.input,
-            "output": [{"answer": answer} for answer in self.answers],
+            "output": raw.get("output") or [{"answer": answer} for answer in self.answers],
             "rephrases": list(self.rephrases),
             "human_rephrases": list(self.human_rephrases),
             "alternative": self.alternative,
@@ -54,10 +54,14 @@ class Record:
 class Counts:
     """What became of the records of a file."""
 
-    read: int = 0
+    kept: int = 0
     left_out: int = 0  # neither SUPPORTS nor REFUTES
     bad: int = 0
-    first_bad: str | None = None
+    ids: set[str] = field(default_factory=set, repr=False)  # all that were seen, in this file and those before it
+
+    @property
+    def read(self) -> int:
+        return self.kept + self.left_out + self.bad
 
 
 def read_records(
@@ -73,14 +77,12 @@ def read_records(
     line, or passed over and counted with `skip_bad`. Two records with one id are bad too.
     """
     counts = Counts() if counts is None else counts
-    seen: set[str] = set()
 
     def parse(raw: dict[str, Any]) -> Record | None:
-        counts.read += 1
-        record = parse_record(raw, f"record-{counts.read}")
-        if record.id in seen:
+        record = parse_record(raw, f"record-{counts.read + 1}")
+        if record.id in counts.ids:
             raise InputError(f"two records have the id {record.id!r}")
-        seen.add(record.id)
+        counts.ids.add(record.id)
         if record.answers and normalize(record.answers[0]) in NOT_A_FACT:
             counts.left_out += 1
             return None
@@ -88,18 +90,17 @@ def read_records(
             raise InputError('expected an answer in "output", found none')
         if check is not None:
             check(record)
+        counts.kept += 1
         return record
 
     def on_bad(message: str) -> None:
         counts.bad += 1
-        counts.first_bad = counts.first_bad or message
 
-    found = False
+    before = counts.kept
     for record in _parsed(str(source), parse, on_bad if skip_bad else None):
         if record is not None:
-            found = True
             yield record
-    if not found:
+    if counts.kept == before:
         raise InputError(f"{source}: expected at least one record, found none that can be used")
 
 
@@ -142,7 +143,7 @@ def _parse_kilt(raw: dict[str, Any], default_id: str) -> Record:
     if not isinstance(meta, dict):
         raise InputError(f'expected an object in "meta", found {type(meta).__name__}')
     questions = text_list(meta, "template_questions")
-    subject, relation = meta.get("subject_entity"), meta.get("relation")
+    subject, relation = _optional_text(meta, "subject_entity"), _optional_text(meta, "relation")
     if " [SEP] " in text:  # zsRE as published: "Germany [SEP] capital", its questions in meta
         subject, relation = text.split(" [SEP] ", 1)
         if not questions:
@@ -150,16 +151,20 @@ def _parse_kilt(raw: dict[str, Any], default_id: str) -> Record:
         text = questions[0]
     human = dict.fromkeys([*text_list(raw, "human_rephrases"), *questions])
     return Record(
-        id=str(raw.get("id") or default_id),
+        id=str(default_id if raw.get("id") is None else raw["id"]),
         input=text,
         answers=_answers(raw),
         rephrases=text_list(raw, "rephrases"),
         human_rephrases=tuple(question for question in human if question != text),
         subject=subject,
         relation=relation,
-        alternative=raw.get("alternative"),
+        alternative=_optional_text(raw, "alternative"),
         raw=raw,
     )
+
+
+def _optional_text(record: dict[str, Any], key: str) -> str | None:
+    return None if record.get(key) is None else required_text(record, key)
 
 
 def _answers(raw: dict[str, Any]) -> tuple[str, ...]:
@@ -182,7 +187,7 @@ def _parse_counterfact(raw: dict[str, Any]) -> Record:
         rewrite = raw["requested_rewrite"]
         return Record(
             id=str(raw["case_id"]),
-            input=rewrite["prompt"].format(rewrite["subject"]),
+            input=rewrite["prompt"].replace("{}", rewrite["subject"]),
             answers=(rewrite["target_true"]["str"].strip(),),
             human_rephrases=text_list(raw, "paraphrase_prompts"),
             subject=rewrite["subject"],

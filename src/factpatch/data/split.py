@@ -61,8 +61,9 @@ def split_facts(records: Iterable[Record], share: float, seed: int) -> Split:
     return split
 
 
-def write_records(records: Iterable[Record], path: str | Path) -> None:
-    """The records as they were read, in KILT's form with the question as input."""
-    with atomic_file(path) as scratch, scratch.open("w", encoding="utf-8") as file:
-        for record in records:
-            file.write(json.dumps(record.to_dict(), ensure_ascii=False) + "\n")
+def write_split(split: Split, train: str | Path, dev: str | Path) -> None:
+    """Both files, or neither, in KILT's form with the question as input."""
+    with atomic_file(train) as train_scratch, atomic_file(dev) as dev_scratch:
+        for records, scratch in ((split.train, train_scratch), (split.dev, dev_scratch)):
+            with scratch.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(record.to_dict(), ensure_ascii=False) + "\n" for record in records)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from factpatch.device import varying_shapes
 from factpatch.engine import edited
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
@@ -106,8 +107,11 @@ class TaskModel(ABC):
         """Plain cross-entropy of each row's target, averaged over the row's target tokens: (rows,)."""
 
     @abstractmethod
-    def decide(self, rows: Rows, count: int = 1) -> list[list[str]]:
-        """The decision rule: the `count` best outputs of each row, best first."""
+    def decide(self, rows: Rows, count: int = 1, drop_done: bool = False) -> list[list[str]]:
+        """The decision rule: the `count` best outputs of each row, best first.
+
+        `drop_done` lets rows that are answered leave the batch early, where no row has an edit of its own.
+        """
 
     @abstractmethod
     def check_target(self, target: str) -> str:
@@ -120,6 +124,7 @@ class TaskModel(ABC):
         return [ranked[0] for ranked in self.candidates(inputs, count=1, cut=cut)]
 
     @torch.no_grad()
+    @varying_shapes()
     def candidates(self, inputs: Sequence[str], count: int = 5, cut: bool = False) -> list[list[str]]:
         """The `count` best outputs for each input, best first; inputs of like length share a batch."""
         if not cut:
@@ -136,7 +141,7 @@ class TaskModel(ABC):
     def _decide_in_parts(self, encoded: Sequence[Encoded], count: int) -> list[list[str]]:
         """In one batch, or in halves where that does not fit into the GPU's memory."""
         try:
-            return self.decide(self.collate(encoded), count)
+            return self.decide(self.collate(encoded), count, drop_done=True)
         except torch.cuda.OutOfMemoryError:
             if len(encoded) == 1:
                 raise
@@ -145,6 +150,7 @@ class TaskModel(ABC):
         return self._decide_in_parts(encoded[:half], count) + self._decide_in_parts(encoded[half:], count)
 
     @torch.no_grad()
+    @varying_shapes()
     def predict_patched(self, patches: Sequence[Patch], inputs: Sequence[str]) -> list[str]:
         """What the model says to each input under that input's own patch; the weights stay as they are."""
         said: list[str] = []

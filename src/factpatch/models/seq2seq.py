@@ -13,6 +13,7 @@ from transformers import AutoModelForSeq2SeqLM
 from factpatch.errors import InputError
 from factpatch.facts import same
 from factpatch.models.base import Encoded, Rows, TaskModel, padded, padded_inputs
+from factpatch.models.beam import beam_search, knows
 
 NO_TARGET = -100  # what cross_entropy leaves out
 MAX_ANSWER_TOKENS = 32  # where the model's folder says nothing
@@ -56,10 +57,13 @@ class Seq2Seq(TaskModel):
         )  # (rows, tokens)
         return token_losses.sum(-1) / (rows.labels != NO_TARGET).sum(-1)
 
-    def decide(self, rows: Rows, count: int = 1) -> list[list[str]]:
-        generation = copy.copy(self.generation)
-        generation.num_return_sequences = count
-        ids = self.model.generate(**rows.inputs, generation_config=generation)
+    def decide(self, rows: Rows, count: int = 1, drop_done: bool = False) -> list[list[str]]:
+        if knows(self.generation):
+            ids = beam_search(self.model, rows.inputs, self.generation, drop_done)[:, :count].flatten(0, 1)
+        else:
+            generation = copy.copy(self.generation)
+            generation.num_return_sequences = count
+            ids = self.model.generate(**rows.inputs, generation_config=generation)
         texts = [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
         return [texts[start : start + count] for start in range(0, len(texts), count)]
 

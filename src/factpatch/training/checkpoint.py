@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,17 +20,36 @@ from factpatch.errors import FileError
 from factpatch.files import atomic_folder
 
 
-def save_checkpoint(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], numbers: dict[str, Any]) -> None:
-    """`tensors` by group, such as the model's and the optimizer's, each a file of its own."""
-    with atomic_folder(folder) as scratch:
+def save_checkpoint(
+    folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], numbers: dict[str, Any]
+) -> None:
+    """`tensors` by group, such as the model's and the optimizer's, each a file of its own.
+
+    Each checkpoint is a new folder that appears in one rename; older ones go when it is there, so that whenever a run
+    is killed there is a whole one.
+    """
+    place = folder / f"step-{step:09}"
+    with atomic_folder(place) as scratch:
         for group, named in tensors.items():
             save_file(
                 {k: v.detach().cpu().contiguous().clone() for k, v in named.items()}, scratch / f"{group}.safetensors"
             )
         (scratch / "state.json").write_text(json.dumps(numbers, indent=2) + "\n")
+    for older in _checkpoints(folder)[:-1]:
+        shutil.rmtree(older)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    return bool(_checkpoints(folder))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"))
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """The newest one."""
+    folder = _checkpoints(folder)[-1]
     try:
         numbers = json.loads((folder / "state.json").read_text())
         return {path.stem: load_file(path) for path in folder.glob("*.safetensors")}, numbers

@@ -15,14 +15,17 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
-from factpatch.data.records import Counts, Record, read_records
+from factpatch.data.records import Counts, Record, read_records, source_hash
+from factpatch.device import varying_shapes
 from factpatch.errors import FileError, InputError
+from factpatch.facts import normalize
 from factpatch.files import atomic_folder
 from factpatch.metrics import accuracy
 from factpatch.models import Classifier, Seq2Seq, TaskModel, load_model
 from factpatch.models.base import Encoded
 from factpatch.models.seq2seq import MAX_ANSWER_TOKENS, NO_TARGET
 from factpatch.training.checkpoint import (
+    has_checkpoint,
     load_checkpoint,
     optimizer_tensors,
     random_state,
@@ -96,7 +99,7 @@ class Fit:
         self.device = device
         self.checkpoint = self.output / "checkpoint"
         self.metrics: list[dict[str, Any]] = []
-        if resume and not self.checkpoint.exists():
+        if resume and not has_checkpoint(self.checkpoint):
             raise FileError(f"nothing to resume: expected a checkpoint in {self.checkpoint}; start without --resume")
         if not resume and self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
             raise FileError(f"{self.output} is in use; go on with its run by --resume, or choose another --output")
@@ -111,8 +114,12 @@ class Fit:
         """Trains, keeps the weights that are best on a slice held out of train, and measures them on dev."""
         config = self.config
         torch.manual_seed(config.seed)
+        self.train_hash = source_hash(train)
         records, counts = _read(train, skip_bad)
-        labels = sorted({record.answers[0] for record in records}) if config.task == "classify" else None
+        labels = None
+        if config.task == "classify":
+            spellings = {normalize(record.answers[0]): record.answers[0] for record in reversed(records)}
+            labels = sorted(spellings.values())
         if labels and not 2 <= len(labels) <= 100:
             raise InputError(
                 f"expected 2 to 100 labels in {train}, found {len(labels)}; for free answers use --task answer"
@@ -171,32 +178,42 @@ class Fit:
                 return self.step / total
             return min(1.0, (time.perf_counter() - begin + self.earlier_seconds) / (60 * config.minutes))
 
-        validated = int(share() * config.validations)
+        done = share()
+        validated = int(done * config.validations)
         with stop_signals() as asked_to_stop:
             for batch in batches_from(examples, config, self.step):
-                done = share()
                 if done >= 1:
                     break
                 for group in optimizer.param_groups:
                     group["lr"] = config.lr * schedule(done, min(0.1, config.warmup / total))
                 loss = self._step(batch, optimizer)
                 self.step += 1
-                due = int(share() * config.validations) > validated or share() >= 1
+                done, stop = self._agree(share(), asked_to_stop.is_set())
+                due = int(done * config.validations) > validated or done >= 1
                 if due:
-                    validated = int(share() * config.validations)
+                    validated = int(done * config.validations)
                     score = self._validate(held_out, float(loss), time.perf_counter() - begin + self.earlier_seconds)
                 if due or self.step % 10 == 0:
-                    watch(Status(self.step, share(), float(loss), score))
+                    watch(Status(self.step, done, float(loss), score))
                 overdue = time.perf_counter() - saved > config.checkpoint_seconds
-                if asked_to_stop.is_set() or overdue:
+                if stop or overdue:
                     self._checkpoint(optimizer, time.perf_counter() - begin + self.earlier_seconds)
                     saved = time.perf_counter()
-                if asked_to_stop.is_set():
+                if stop:
                     return False
         network.load_state_dict(self.best)
         network.eval().requires_grad_(False)
         return True
 
+    def _agree(self, share: float, stop: bool) -> tuple[float, bool]:
+        """Where the run stands and whether it was asked to stop, the same in all processes."""
+        if self.accelerator.num_processes == 1:
+            return share, stop
+        said = torch.tensor([share, float(stop)], device=self.accelerator.device, dtype=torch.float64)
+        total = self.accelerator.reduce(said, "sum").tolist()  # pyright: ignore (a tensor in, a tensor out)
+        return total[0] / self.accelerator.num_processes, total[1] > 0
+
+    @varying_shapes()
     def _step(self, batch: list[Example], optimizer: torch.optim.Optimizer) -> Tensor:
         """One update. Each process takes its share of the batch; summed gradients are those of the whole."""
         self.model.model.train()
@@ -245,7 +262,8 @@ class Fit:
             for record in records
             for text in ([record.input] if self.config.task == "classify" else record.questions)
         ]
-        encoded = self.model.encode([text for text, _ in pairs], self.config.max_tokens)
+        limit = min(self.config.max_tokens, self.model.max_input_tokens)
+        encoded = self.model.encode([text for text, _ in pairs], limit)
         targets = self.model.encode_targets([target for _, target in pairs])
         return [Example(*pair) for pair in zip(encoded, targets, strict=True)]
 
@@ -254,7 +272,6 @@ class Fit:
         model = self.model
         assert isinstance(model, Seq2Seq)
         model.limit_answers(min(MAX_ANSWER_TOKENS, max(len(e.target) for e in examples)))
-        model.generation.early_stopping = True
         model.model.generation_config = model.generation
 
     # Files
@@ -271,20 +288,22 @@ class Fit:
         numbers = {
             "config": asdict(self.config),
             "model_name": self.model_name,
+            "train": self.train_hash,
             "step": self.step,
             "best_step": self.best_step,
             "best_score": self.best_score,
             "seconds": seconds,
             "metrics": self.metrics,
         }
-        save_checkpoint(self.checkpoint, tensors, numbers)
+        save_checkpoint(self.checkpoint, self.step, tensors, numbers)
 
     def _take_up(self, optimizer: torch.optim.Optimizer) -> float | None:
         """Everything as it was at the checkpoint. Settings must be the same, or it would be another run."""
         tensors, numbers = load_checkpoint(self.checkpoint)
-        wanted = {**asdict(self.config), "model_name": self.model_name}
-        found = {**numbers["config"], "model_name": numbers["model_name"]}
-        if differing := sorted(key for key in wanted if wanted[key] != found.get(key)):
+        wanted = {**asdict(self.config), "model_name": self.model_name, "train": self.train_hash}
+        found = {**numbers["config"], "model_name": numbers["model_name"], "train": numbers["train"]}
+        free = {"checkpoint_seconds"}  # changes no result
+        if differing := sorted(key for key in wanted if key not in free and wanted[key] != found.get(key)):
             changes = ", ".join(f"{key} was {found.get(key)}, now {wanted[key]}" for key in differing)
             raise InputError(f"the run in {self.output} had other settings: {changes}; resume it with the same ones")
         network = self.model.model

@@ -1,0 +1,67 @@
+"""The beam search against transformers' own."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conftest import QUESTIONS
+
+from factpatch.models import Seq2Seq
+from factpatch.models.beam import beam_search, knows
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"early_stopping": True},
+    {"length_penalty": 2.0},
+    {"length_penalty": 0.0, "max_new_tokens": 5},
+    {"bad_words_ids": [[tiny.PAD], [7]], "renormalize_logits": True},
+    {"bad_words_ids": [[9]]},
+    {"forced_bos_token_id": 5, "early_stopping": True},
+    {"forced_eos_token_id": None, "max_new_tokens": 3},
+    {"num_beams": 2, "early_stopping": True, "max_new_tokens": 12},
+    {"eos_token_id": [tiny.EOS, 11], "early_stopping": True},
+]
+
+
+def warm(name: str, seed: int) -> Seq2Seq:
+    """A tiny model that sometimes ends early: random ones hardly ever say </s>."""
+    model = tiny.build(name, seed)
+    assert isinstance(model, Seq2Seq)
+    model.limit_answers(9)
+    with torch.no_grad():
+        head = model.model.get_output_embeddings()
+        assert head is not None
+        head.weight[tiny.EOS] += 0.5 * head.weight.mean(0) + 0.1
+    return model
+
+
+@pytest.mark.parametrize("name", tiny.SEQ2SEQS)
+@pytest.mark.parametrize("changes", SETTINGS, ids=str)
+@pytest.mark.parametrize("drop_done", [True, False])
+def test_it_finds_what_generate_finds(name: str, changes: dict[str, Any], drop_done: bool) -> None:
+    for seed in range(3):
+        model = warm(name, seed)
+        generation = copy.deepcopy(model.generation)
+        generation.update(**changes)
+        assert knows(generation)
+        rows = model.rows([*QUESTIONS, "what is a lake ?", "euro", "the largest river in europe and africa ?"])
+        beams = generation.num_beams
+        found = beam_search(model.model, rows.inputs, generation, drop_done).flatten(0, 1)
+        generation.num_return_sequences = beams
+        model.model.generation_config = generation  # `generate` takes what is None from here
+        expected = model.model.generate(**rows.inputs, generation_config=generation)
+        decoded = [model.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (found, expected)]
+        assert decoded[0] == decoded[1]
+
+
+def test_settings_it_does_not_know_are_left_to_generate() -> None:
+    model = warm("bart", 0)
+    model.generation.no_repeat_ngram_size = 2
+    assert not knows(model.generation)
+    answer = model.predict(["what is a lake ?"])[0].split()
+    assert len(set(itertools.pairwise(answer))) == len(answer[1:])

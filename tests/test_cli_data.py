@@ -1,0 +1,217 @@
+"""fit, revise, paraphrase and split as a user meets them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from samples import LABELS, answerer, fact_checker, fever, read_lines, texts, write_lines, zsre
+from test_cli import Ran
+
+from factpatch.cli import main
+from factpatch.models import load_model
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    def command(*arguments: object) -> Ran:
+        capsys.readouterr()  # what the test itself has printed is not the command's
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        code = stop.value.code
+        return Ran(code if isinstance(code, int) else 0, captured.out, captured.err)
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and data files, good and bad."""
+    folder = tmp_path_factory.mktemp("home")
+    fact_checker(folder / "checker", initializer_range=0.05)
+    answerer(folder / "answerer", init_std=0.1, dropout=0.0)
+    for seed, name in enumerate(["there", "back"]):
+        tiny.build("marian", seed, max_position_embeddings=128).save(folder / name)
+    claims = [fever(i, text, LABELS["paris" in text]) for i, text in enumerate(texts(40, longest=5))]
+    facts = [
+        zsre(i, f"S{i}", f"relation {i % 4}", ["paris"], [f"{text} ?", f"is it {text} ?"])
+        for i, text in enumerate(texts(40, seed=1, longest=5))
+    ]
+    write_lines(folder / "claims.jsonl", claims)
+    write_lines(folder / "facts.jsonl", facts)
+    write_lines(folder / "bad.jsonl", [*claims, {"id": "40"}, fever(41, "who ?", "NOT ENOUGH INFO")])
+    (folder / "empty.jsonl").write_text("")
+    return folder
+
+
+@pytest.fixture
+def commands(home: Path, tmp_path: Path):
+    """The arguments of each command that reads a data file, for the given one."""
+
+    def arguments(data: Path, output: str = "out") -> dict[str, list[Any]]:
+        place = ["--output", tmp_path / output, "--device", "cpu"]
+        quick = ["--steps", 4, "--batch", 8, "--lr", 1e-3]
+        return {
+            "fit": ["fit", "--model", home / "checker", "--train", data, *quick, *place],
+            "revise": ["revise", "--model", home / "checker", "--data", data, *place],
+            "paraphrase": [
+                *["paraphrase", "--data", data, *place],
+                *["--forward", home / "there", "--backward", home / "back"],
+            ],
+            "split": ["split", data, "--train", tmp_path / output, "--dev", tmp_path / f"{output}-dev"],
+        }
+
+    return arguments
+
+
+def test_fit_a_fact_checker(run, commands, home: Path, tmp_path: Path) -> None:
+    claims = home / "claims.jsonl"
+    result = run(*commands(claims)["fit"], "--dev", claims, "--json").json
+    assert {"accuracy", "held_out_accuracy", "steps", "records", "left_out", "bad", "seconds"} <= result.keys()
+    assert 0 <= result["accuracy"] <= 1
+    assert result["seconds"] > 0
+    assert (result["records"], result["examples"], result["steps"], result["bad"]) == (40, 36, 4, 0)
+    model = load_model(tmp_path / "out", "cpu")
+    lines = read_lines(claims)
+    said = model.predict([line["input"] for line in lines])
+    right = sum(s == line["output"][0]["answer"] for s, line in zip(said, lines, strict=True))
+    assert result["accuracy"] == right / 40
+    again = run(*commands(claims)["fit"])
+    assert again.code == 1
+    assert "in use" in again.err
+    assert again.err.count("\n") == 1
+
+
+def test_fit_a_model_that_answers(run, home: Path, tmp_path: Path) -> None:
+    data = ["--train", home / "facts.jsonl", "--dev", home / "facts.jsonl", "--output", tmp_path / "out"]
+    options = ["--task", "answer", "--epochs", 1, "--batch", 16, "--lr", 5e-3, "--device", "cpu"]
+    result = run("fit", "--model", home / "answerer", *data, *options, "--json").json
+    assert 0 <= result["exact_match"] <= 1
+    assert result["examples"] == 72, "every question of every fact"
+    assert result["steps"] == 5
+    assert load_model(tmp_path / "out", "cpu").kind == "seq2seq"
+
+
+def test_revise_and_paraphrase_say_what_they_kept(run, commands, home: Path, tmp_path: Path) -> None:
+    data = home / "claims.jsonl"
+    for name in ("paraphrase", "revise"):
+        result = run(*commands(data, f"{name}.jsonl")[name], "--json").json
+        assert {"records", "kept", "with_alternative", "with_paraphrase", "bad", "seconds"} <= result.keys(), name
+        assert (result["records"], result["kept"], result["bad"]) == (40, 40, 0)
+        assert 0 <= result["with_paraphrase"] <= 1
+        assert result["seconds"] > 0
+        assert len(read_lines(tmp_path / f"{name}.jsonl")) == 40
+        data = tmp_path / f"{name}.jsonl"
+
+
+def test_paraphrases_go_into_revisions(run, commands, home: Path, tmp_path: Path) -> None:
+    made = run(*commands(home / "facts.jsonl", "made.jsonl")["paraphrase"])
+    assert made.code == 0, made.err
+    offered = {line["id"]: set(line["rephrases"]) for line in read_lines(tmp_path / "made.jsonl")}
+    human = {line["id"]: line["human_rephrases"] for line in read_lines(tmp_path / "made.jsonl")}
+    revise = commands(tmp_path / "made.jsonl", "revised.jsonl")["revise"]
+    revise[revise.index("--model") + 1] = home / "answerer"
+    assert run(*revise, "--json").json["kept"] == 40
+    for line in read_lines(tmp_path / "revised.jsonl"):
+        assert set(line["rephrases"]) <= offered[line["id"]]
+        assert set(line["human_rephrases"]) <= set(human[line["id"]])
+
+
+def test_split_prints_its_counts(run, commands, home: Path, tmp_path: Path) -> None:
+    result = run(*commands(home / "facts.jsonl")["split"], "--share", 0.2, "--json").json
+    seconds = result.pop("seconds")
+    assert seconds >= 0
+    assert result.pop("left_out") == 0
+    assert result == {
+        "records": 40,
+        "bad": 0,
+        "train_facts": 32,
+        "train_questions": 64,
+        "train_relations": 4,
+        "dev_facts": 8,
+        "dev_questions": 16,
+        "dev_relations": 4,
+    }
+    assert (len(read_lines(tmp_path / "out")), len(read_lines(tmp_path / "out-dev"))) == (32, 8)
+    table = run(*commands(home / "facts.jsonl")["split"])
+    assert table.code == 0
+    assert "dev questions" in table.out
+
+
+def test_split_of_two_files_with_one_id(run, commands, home: Path, tmp_path: Path) -> None:
+    arguments = commands(home / "facts.jsonl")["split"]
+    result = run("split", home / "facts.jsonl", *arguments[1:])
+    assert result.code == 1
+    assert "facts.jsonl, line 1: two records have the id 'fact-0'" in result.err
+
+
+@pytest.mark.parametrize("name", ["fit", "revise", "paraphrase", "split"])
+def test_bad_data_is_one_line_and_exit_1(run, commands, home: Path, tmp_path: Path, name: str) -> None:
+    reasons = {
+        "bad.jsonl": 'bad.jsonl, line 41: expected a text in "input", found null; mend it, or pass over bad records',
+        "empty.jsonl": "empty.jsonl: expected at least one record, found none",
+        "none.jsonl": "none.jsonl: No such file",
+    }
+    for file, reason in reasons.items():
+        result = run(*commands(home / file)[name], "--json")
+        assert result.code == 1, file
+        assert reason in result.err
+        assert result.err.startswith("error: ")
+        assert result.err.count("\n") == 1, result.err
+        assert not result.out
+        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "out-dev").exists()
+
+
+@pytest.mark.parametrize("name", ["fit", "revise", "paraphrase", "split"])
+def test_bad_records_are_passed_over_and_counted(run, commands, home: Path, name: str) -> None:
+    result = run(*commands(home / "bad.jsonl")[name], "--skip-bad", "--json").json
+    assert (result["records"], result["bad"], result["left_out"]) == (42, 1, 1)
+
+
+def test_other_mistakes_are_one_line_and_exit_1(
+    run, commands, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    claims = home / "claims.jsonl"
+    wrong_label = write_lines(tmp_path / "label.jsonl", [fever(1, "who ?", "PERHAPS")])
+    no_translator = commands(claims)["paraphrase"]
+    no_translator[no_translator.index("--forward") + 1] = home / "checker"
+    cases = {
+        "lr=-1.0 must be above 0; batch=0 must be above 0": ["--lr", -1, "--batch", 0],
+        "task=sing must be classify or answer": ["--task", "sing"],
+        "nothing to resume": ["--resume"],
+    }
+    results = {reason: run(*commands(claims)["fit"], *options) for reason, options in cases.items()}
+    results["line 1: the classifier has no label 'PERHAPS'"] = run(*commands(wrong_label)["revise"])
+    results["expected a translation model"] = run(*no_translator)
+    results["expected a share between 0 and 1"] = run(*commands(home / "facts.jsonl")["split"], "--share", 2)
+    results["needs the datasets package"] = run(*commands(Path("hub:kilt:train"))["revise"])
+    results["expected a precision"] = run(*commands(claims)["revise"], "--precision", "fp7")
+    for reason, result in results.items():
+        assert result.code == 1, reason
+        assert reason in result.err
+        assert result.err.count("\n") == 1, result.err
+        assert not (tmp_path / "out").exists()
+
+
+def test_wrong_usage_is_exit_2(run, home: Path, tmp_path: Path) -> None:
+    for command in ("fit", "revise", "paraphrase", "split"):
+        assert run(command).code == 2
+        assert run(command, "--nonsense").code == 2
+    place = ["--output", tmp_path / "out"]
+    assert run("fit", "--model", home / "checker", "--train", "x", *place, "--steps", "many").code == 2
+    assert run("revise", "--model", home / "checker", *place).code == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["fit", "revise", "paraphrase"])
+def test_tables_for_people(run, commands, home: Path, name: str) -> None:
+    result = run(*commands(home / "claims.jsonl")[name])
+    assert result.code == 0, result.err
+    assert "records" in result.out
+    assert "40" in result.out

@@ -1,0 +1,499 @@
+"""Fine-tuning: what it minimises, what it learns, and runs that are stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from samples import LABELS, answerer, fact_checker, fever, read_lines, texts, write_lines
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, GenerationConfig
+
+from factpatch.errors import FileError, InputError
+from factpatch.models import Classifier, load_model
+from factpatch.training import Fit, FitConfig
+from factpatch.training.fit import Example, Status, answer_losses, batches_from, classifier_losses, schedule
+
+SURE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DRIVER = """
+import json, sys
+from factpatch.training import Fit, FitConfig
+
+for argument in sys.argv[1:]:
+    settings, model, output, train = json.loads(argument)
+    Fit(FitConfig(**settings), model, output, device="cpu").run(train, None)
+"""
+
+
+# What is minimised
+
+
+def test_classifiers_pay_for_certainty() -> None:
+    probabilities = torch.tensor([[0.7, 0.2, 0.1], [0.25, 0.25, 0.5]])
+    losses = classifier_losses(probabilities.log() + 3.0, torch.tensor([0, 1]), 0.1)
+    entropies = [-sum(p * math.log(p) for p in row) for row in probabilities.tolist()]
+    expected = [-math.log(0.7) - 0.1 * entropies[0], -math.log(0.25) - 0.1 * entropies[1]]
+    assert losses.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_certain_classifier_has_no_entropy_and_no_nan() -> None:
+    losses = classifier_losses(torch.tensor([[1000.0, -1000.0]]), torch.tensor([0]), 0.1)
+    assert losses.tolist() == [0.0]
+
+
+def test_answers_are_smoothed() -> None:
+    """0.9 of the target's weight on the token, the rest spread over the vocabulary, the token included."""
+    log_p = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.1, 0.2, 0.3, 0.4]]).log()
+    logits = torch.stack([log_p, log_p.flip(0)])  # (rows, tokens, vocabulary)
+    labels = torch.tensor([[0, 3], [1, -100]])
+    losses = answer_losses(logits, labels, 0.1)
+
+    def loss(row: list[float], token: int) -> float:
+        return -0.9 * math.log(row[token]) - 0.1 * sum(map(math.log, row)) / 4
+
+    first, second = [0.5, 0.25, 0.125, 0.125], [0.1, 0.2, 0.3, 0.4]
+    assert losses.tolist() == pytest.approx([loss(first, 0), loss(second, 3), loss(second, 1), 0.0], rel=1e-5)
+
+
+def test_the_schedule_rises_and_falls_in_straight_lines() -> None:
+    assert [schedule(share, 0.1) for share in (0, 0.05, 0.1, 0.55, 1)] == pytest.approx([0, 0.5, 1, 0.5, 0])
+    assert [schedule(share, 0.0) for share in (0, 0.5, 1)] == pytest.approx([1, 0.5, 0])
+
+
+def test_all_problems_of_the_settings_at_once() -> None:
+    with pytest.raises(InputError) as caught:
+        FitConfig(task="sing", lr=-1, batch=0, epochs=0, steps=0, minutes=-2.0)
+    for problem in ("task=sing", "lr=-1", "batch=0", "epochs=0", "steps=0", "minutes=-2.0"):
+        assert problem in str(caught.value)
+
+
+def test_the_papers_settings_are_the_defaults() -> None:
+    config = FitConfig()
+    assert (config.max_tokens, config.weight_decay, config.entropy, config.label_smoothing) == (32, 1e-2, 0.1, 0.1)
+
+
+# Batches
+
+
+def examples(count: int) -> list[Example]:
+    """Of unequal lengths; the target names the example."""
+    chance = random.Random(0)
+    return [Example({"input_ids": [1] * chance.randint(3, 30)}, i) for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [64, 61, 3])
+def test_each_epoch_has_every_example_once(count: int) -> None:
+    data = examples(count)
+    per_epoch = -(-count // 8)
+    batches = list(islice(batches_from(data, FitConfig(batch=8), 0), 3 * per_epoch))
+    epochs = [batches[i : i + per_epoch] for i in range(0, len(batches), per_epoch)]
+    for epoch in epochs:
+        assert sorted(example.target for batch in epoch for example in batch) == list(range(count))
+    if count > 8:
+        assert epochs[0] != epochs[1]
+
+
+def test_batches_go_on_from_any_step() -> None:
+    data = examples(50)
+    whole = list(islice(batches_from(data, FitConfig(batch=8, seed=3), 0), 30))
+    for step in (1, 6, 7, 13, 20):
+        rest = islice(batches_from(data, FitConfig(batch=8, seed=3), step), 30 - step)
+        assert list(rest) == whole[step:]
+    assert next(batches_from(data, FitConfig(batch=8, seed=4), 0)) != whole[0]
+
+
+def test_batches_have_little_padding() -> None:
+    def padding(batches: list[list[Example]]) -> int:
+        lengths = [[len(example.encoded["input_ids"]) for example in batch] for batch in batches]
+        return sum(max(batch) * len(batch) - sum(batch) for batch in lengths)
+
+    data = examples(400)
+    by_length = padding(list(islice(batches_from(data, FitConfig(batch=8), 0), 50)))
+    by_chance = padding([data[i : i + 8] for i in range(0, 400, 8)])
+    assert by_length < by_chance / 10
+
+
+# Learning
+
+
+def claims(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """True where they speak of Paris, false where of Gitega."""
+    chance = random.Random(seed)
+    lines = []
+    for i, text in enumerate(texts(count, seed)):
+        words = [word for word in text.split() if word not in ("paris", "gitega")]
+        word, label = (("gitega", "REFUTES"), ("paris", "SUPPORTS"))[i % 2]
+        words.insert(chance.randint(0, len(words)), word)
+        lines.append(fever(i, " ".join(words), label))
+    return lines
+
+
+QUICK: dict[str, Any] = {"lr": 3e-3, "batch": 16, "steps": 60, "warmup": 5, "validations": 6}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier of three other labels, with dropout, as a start."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    tiny.build("bert", initializer_range=0.05).save(folder)
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    a, b = weights(first), weights(second)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_classifier_learns(base: Path, tmp_path: Path) -> None:
+    train = write_lines(tmp_path / "train.jsonl", [*claims(200), fever(999, "paris ?", "NOT ENOUGH INFO")])
+    dev = write_lines(tmp_path / "dev.jsonl", claims(50, seed=9))
+    output = tmp_path / "run"
+    seen: list[Status] = []
+    result = Fit(FitConfig(**QUICK), str(base), output, device="cpu").run(train, dev, watch=seen.append)
+    assert result["accuracy"] >= 0.96
+    assert result["held_out_accuracy"] >= 0.9
+    assert (result["records"], result["examples"], result["dev_records"]) == (201, 180, 50)
+    assert (result["left_out"], result["bad"], result["steps"]) == (1, 0, 60)
+    assert result["seconds"] > 0
+    assert [status.step for status in seen] == [10, 20, 30, 40, 50, 60]
+    assert seen[-1].share == 1
+    assert seen[-1].loss < seen[0].loss
+
+    learnt = AutoModelForSequenceClassification.from_pretrained(output)
+    assert learnt.config.id2label == dict(enumerate(LABELS))
+    assert learnt.config.label2id == {label: i for i, label in enumerate(LABELS)}
+    model = load_model(output, "cpu")
+    assert isinstance(model, Classifier)
+    assert model.predict(["the capital of france is paris", "where is gitega"]) == ["SUPPORTS", "REFUTES"]
+
+    about = json.loads((output / "fit.json").read_text())
+    assert about["config"]["lr"] == QUICK["lr"]
+    assert about["model"] == str(base)
+    assert about["result"] == result
+    metrics = read_lines(output / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [10, 20, 30, 40, 50, 60]
+    assert max(line["held_out"] for line in metrics) == result["held_out_accuracy"]
+    assert not (output / "checkpoint").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_model_learns_answers(tmp_path: Path) -> None:
+    """Two wordings of each question; asked as in train, it knows them."""
+    places = ["gitega", "paris", "bujumbura", "lake africa", "river europe"]
+    kinds = ["capital", "city", "river", "lake", "country", "currency"]
+    lines = [
+        {
+            "id": str(i),
+            "input": f"what is {kind} {i % 5 * 'a '}?",
+            "output": [place],
+            "human_rephrases": [f"{kind} called {i % 5 * 'a '}?"],
+        }
+        for i, (kind, place) in enumerate((kind, place) for kind in kinds for place in places)
+    ]
+    train = write_lines(tmp_path / "train.jsonl", lines)
+    start = answerer(tmp_path / "base", init_std=0.1, dropout=0.0)
+    config = FitConfig(task="answer", lr=5e-3, batch=32, steps=80, warmup=5, validations=2)
+    result = Fit(config, str(start), tmp_path / "run", device="cpu").run(train, train)
+    assert result["exact_match"] >= 0.9
+    assert result["examples"] == 2 * 27
+    assert result["held_out_exact_match"] <= 1
+
+    learnt = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run")
+    generation = learnt.generation_config
+    assert isinstance(generation, GenerationConfig)
+    assert (generation.num_beams, generation.do_sample) == (5, False)
+    assert generation.max_new_tokens == 4, "two words between <s> and </s>"
+    again = load_model(tmp_path / "run", "cpu")
+    assert again.predict([line["input"] for line in lines[:4]]) == [line["output"][0] for line in lines[:4]]
+
+
+def test_the_best_weights_are_kept(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that rise, then fall: the weights of the highest, the first of equals."""
+    train = write_lines(tmp_path / "train.jsonl", claims(40))
+    scores = iter([0.2, 0.8, 0.8, 0.1])
+    snapshots: list[dict[str, torch.Tensor]] = []
+
+    def score(self: Fit, records: Any) -> float:
+        snapshots.append({k: v.clone() for k, v in self.model.model.state_dict().items()})
+        return next(scores)
+
+    monkeypatch.setattr(Fit, "_score", score)
+    config = FitConfig(**{**QUICK, "steps": 8, "validations": 4})
+    result = Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
+    assert (result["best_step"], result["held_out_accuracy"], result["accuracy"]) == (4, 0.8, None)
+    kept = load_model(tmp_path / "run", "cpu").model.state_dict()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in snapshots[1].items())
+    assert not all(torch.equal(kept[name], tensor) for name, tensor in snapshots[3].items())
+
+
+def test_long_claims_are_cut(base: Path, tmp_path: Path) -> None:
+    lines = [fever(i, "paris " * 50, LABELS[i % 2]) for i in range(20)]
+    train = write_lines(tmp_path / "train.jsonl", lines)
+    for tokens in (32, 64):  # the model itself reads 36
+        config = FitConfig(**{**QUICK, "steps": 2, "max_tokens": tokens})
+        result = Fit(config, str(base), tmp_path / f"run-{tokens}", device="cpu").run(train, train)
+        assert result["examples"] == 18
+
+
+def test_so_many_minutes(base: Path, tmp_path: Path) -> None:
+    train = write_lines(tmp_path / "train.jsonl", claims(40))
+    config = FitConfig(lr=1e-3, batch=8, minutes=1 / 60, validations=2)
+    result = Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
+    assert 0.9 < result["seconds"] < 5
+    assert result["steps"] > 1
+
+
+# What cannot be trained on
+
+
+def test_labels_of_dev_that_train_lacks(base: Path, tmp_path: Path) -> None:
+    train = write_lines(tmp_path / "train.jsonl", claims(20))
+    dev = write_lines(tmp_path / "dev.jsonl", [*claims(3), fever(9, "who leads france ?", "PERHAPS")])
+    config = FitConfig(**{**QUICK, "steps": 2})
+    with pytest.raises(InputError, match=r"dev.jsonl, line 4: the classifier has no label 'PERHAPS'"):
+        Fit(config, str(base), tmp_path / "run", device="cpu").run(train, dev)
+    assert not (tmp_path / "run").exists()
+    result = Fit(config, str(base), tmp_path / "run", device="cpu").run(train, dev, skip_bad=True)
+    assert (result["bad"], result["dev_records"]) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (claims(9), "expected at least 10 records to train on, found 9"),
+        ([fever(i, text, "SUPPORTS") for i, text in enumerate(texts(20))], "expected 2 to 100 labels .*, found 1"),
+        ([fever(i, text, f"label {i}") for i, text in enumerate(texts(120))], "found 120; for free answers use"),
+        ([*claims(20), {"id": "x", "input": "paris"}], 'line 21: expected an answer in "output"'),
+        ([*claims(20), fever(3, "paris", "SUPPORTS")], "line 21: two records have the id '3'"),
+    ],
+)
+def test_data_that_cannot_be_learnt(base: Path, tmp_path: Path, lines: list[dict[str, Any]], reason: str) -> None:
+    train = write_lines(tmp_path / "train.jsonl", lines)
+    with pytest.raises(InputError, match=reason):
+        Fit(FitConfig(**QUICK), str(base), tmp_path / "run", device="cpu").run(train, None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_labels_that_differ_in_case_are_one(base: Path, tmp_path: Path) -> None:
+    lines = [fever(i, text, ["SUPPORTS", "REFUTES", "supports"][i % 3]) for i, text in enumerate(texts(30))]
+    train = write_lines(tmp_path / "train.jsonl", lines)
+    Fit(FitConfig(**{**QUICK, "steps": 1}), str(base), tmp_path / "run", device="cpu").run(train, None)
+    model = load_model(tmp_path / "run", "cpu")
+    assert isinstance(model, Classifier)
+    assert len(model.labels) == 2
+
+
+def test_a_folder_in_use_and_nothing_to_resume(base: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    Fit(FitConfig(), str(base), output)  # an empty folder will do
+    (output / "notes.txt").write_text("mine")
+    with pytest.raises(FileError, match="run is in use; go on with its run by --resume, or choose another --output"):
+        Fit(FitConfig(), str(base), output)
+    with pytest.raises(FileError, match=r"nothing to resume: expected a checkpoint in .*run/checkpoint"):
+        Fit(FitConfig(), str(base), output, resume=True)
+    with pytest.raises(FileError, match="in use"):
+        Fit(FitConfig(), str(base), output / "notes.txt")
+    assert (output / "notes.txt").read_text() == "mine"
+
+
+def test_a_damaged_checkpoint_is_named(base: Path, tmp_path: Path) -> None:
+    train = write_lines(tmp_path / "train.jsonl", claims(20))
+    (tmp_path / "run" / "checkpoint" / "step-000000003").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint" / "step-000000003" / "state.json").write_text("{")
+    with pytest.raises(FileError, match=r"no readable checkpoint in .*checkpoint"):
+        Fit(FitConfig(**QUICK), str(base), tmp_path / "run", resume=True, device="cpu").run(train, None)
+
+
+# Stopped and resumed
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(step: int) -> Callable[[Status], None]:
+    """A watcher that ends the run, as a crash would, once it has come so far."""
+
+    def watch(status: Status) -> None:
+        if status.step >= step:
+            raise Stopped
+
+    return watch
+
+
+def test_settings_of_a_resumed_run(base: Path, tmp_path: Path) -> None:
+    train = write_lines(tmp_path / "train.jsonl", claims(40))
+    settings = {**QUICK, "steps": 30, "checkpoint_seconds": 0.0}
+    with pytest.raises(Stopped):
+        Fit(FitConfig(**settings), str(base), tmp_path / "run", device="cpu").run(train, None, watch=stop_at(10))
+
+    def resume(model: Path = base, data: Path = train, **changes: Any) -> dict[str, Any]:
+        config = FitConfig(**{**settings, **changes})
+        return Fit(config, str(model), tmp_path / "run", resume=True, device="cpu").run(data, None)
+
+    with pytest.raises(InputError, match=r"had other settings: batch was 16, now 8, lr was 0.003, now 1.0; resume it"):
+        resume(lr=1.0, batch=8)
+    with pytest.raises(InputError, match="model_name was"):
+        resume(model=fact_checker(tmp_path / "other"))
+    with pytest.raises(InputError, match="train"):
+        resume(data=write_lines(tmp_path / "other.jsonl", claims(40, seed=3)))
+    assert resume()["steps"] == 30
+    with pytest.raises(FileError, match="nothing to resume"):
+        resume()
+
+
+class Dead(BaseException):
+    pass
+
+
+def test_a_kill_while_a_checkpoint_is_put_in_place(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that dies just before or just after a checkpoint appears has a whole one to resume from."""
+    train = write_lines(tmp_path / "train.jsonl", claims(40))
+    settings = {**QUICK, "steps": 30, "checkpoint_seconds": 0.0}
+    rename = os.rename
+
+    def rename_and_die(old: Path, new: Path) -> None:
+        rename(old, new)
+        if new.name == "step-000000007":
+            raise Dead
+
+    with monkeypatch.context() as patched, pytest.raises((Dead, Stopped)):
+        patched.setattr(os, "rename", rename_and_die)
+        Fit(FitConfig(**settings), str(base), tmp_path / "run", device="cpu").run(train, None, watch=stop_at(10))
+    resumed = Fit(FitConfig(**settings), str(base), tmp_path / "run", resume=True, device="cpu").run(train, None)
+    assert resumed["steps"] == 30
+
+
+def run_aside(arguments: list[str], **options: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **options)
+
+
+def wait_for(process: subprocess.Popen[str], folder: Path) -> None:
+    """Until the first checkpoint is there."""
+    while process.poll() is None and not any(folder.glob("step-*")):
+        time.sleep(0.01)
+
+
+def losses_of(folder: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read_lines(folder / "metrics.jsonl")]
+
+
+@pytest.fixture
+def one_thread() -> Any:
+    """Sums are then added up in the same order as in a process of its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_killed_run_ends_with_the_same_weights(base: Path, tmp_path: Path, one_thread: None) -> None:
+    train = write_lines(tmp_path / "train.jsonl", claims(60))
+    settings = {**QUICK, "steps": 150, "checkpoint_seconds": 0.0}
+    (tmp_path / "driver.py").write_text(DRIVER)
+    killed = tmp_path / "killed"
+    run = json.dumps([settings, str(base), str(killed), str(train)])
+    with run_aside([str(tmp_path / "driver.py"), run]) as process:
+        try:
+            wait_for(process, killed / "checkpoint")
+            time.sleep(random.uniform(0.05, 0.6))
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL, "the run must not have ended by itself"
+
+    resumed = Fit(FitConfig(**settings), str(base), killed, resume=True, device="cpu").run(train, None)
+    config = FitConfig(**{**settings, "checkpoint_seconds": 60.0})
+    whole = Fit(config, str(base), tmp_path / "whole", device="cpu").run(train, None)
+    assert_same_weights(killed, tmp_path / "whole")
+    for key in ("best_step", "steps", "held_out_accuracy", "examples"):
+        assert resumed[key] == whole[key]
+    assert losses_of(killed) == losses_of(tmp_path / "whole")
+    assert not (killed / "checkpoint").exists()
+    assert [path.name for path in killed.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_run_that_is_asked_to_stop_can_be_resumed(base: Path, tmp_path: Path) -> None:
+    train = write_lines(tmp_path / "train.jsonl", claims(60))
+    output = tmp_path / "run"
+    options = ["--model", base, "--train", train, "--output", output, "--device", "cpu", "--batch", 8]
+    command = ["-m", "factpatch", "fit", *options, "--minutes", 5, "--checkpoint-seconds", 0.2]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with run_aside([str(part) for part in command], **pipes) as process:
+        try:
+            wait_for(process, output / "checkpoint")
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert not out
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert err.splitlines()[-1] == errors[0]
+    assert "--resume" in errors[0]
+    assert "Traceback" not in err
+    (checkpoint,) = (output / "checkpoint").glob("step-*")
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert state["step"] > 0
+    assert state["seconds"] < 60
+
+
+def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
+    """Batches of an odd size, and fewer examples in the last than there are processes."""
+    questions = [{"input": text, "output": " ".join(text.split()[:2])} for text in texts(48)]
+    starts = {
+        "classify": fact_checker(tmp_path / "checker", initializer_range=0.05, **SURE),
+        "answer": answerer(tmp_path / "answerer", init_std=0.1, dropout=0.0),
+    }
+    data = {
+        "classify": write_lines(tmp_path / "claims.jsonl", claims(48)),
+        "answer": write_lines(tmp_path / "questions.jsonl", questions),
+    }
+    runs: list[tuple[dict[str, Any], str, str, str]] = []
+    for task, start in starts.items():
+        settings = {"task": task, "lr": 1e-3, "batch": 7, "steps": 14, "warmup": 2, "validations": 1}
+        runs.append((settings, str(start), str(tmp_path / f"{task}-2"), str(data[task])))
+    (tmp_path / "driver.py").write_text(DRIVER)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    with run_aside([*launcher, str(tmp_path / "driver.py"), *map(json.dumps, runs)], stderr=subprocess.PIPE) as process:
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.terminate()  # the launcher then ends its processes too
+    assert process.returncode == 0, err
+
+    for settings, start, two, train in runs:
+        one = tmp_path / settings["task"]
+        result = Fit(FitConfig(**settings), start, one, device="cpu").run(train, None)
+        assert result["examples"] == 44
+        of_two = json.loads((Path(two) / "fit.json").read_text())["result"]
+        for key in ("steps", "best_step", "examples"):
+            assert of_two[key] == result[key]
+        losses = [read_lines(folder / "metrics.jsonl")[-1]["loss"] for folder in (one, Path(two))]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+        before, after = weights(Path(start)), weights(Path(two))
+        for name, tensor in weights(one).items():
+            if name.endswith(("key.bias", "k_proj.bias")):
+                continue  # attention does not depend on it: its gradient is rounding noise, which AdamW blows up
+            torch.testing.assert_close(after[name], tensor, rtol=1e-4, atol=1e-5)
+        assert any((after[name] - tensor).abs().max() > 1e-3 for name, tensor in before.items()), "it has learnt"

@@ -1,0 +1,303 @@
+"""Reading facts in every known form."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from samples import counterfact, fever, write_lines, zsre
+
+from factpatch.data.records import Counts, Record, count_records, parse_record, read_records, source_hash
+from factpatch.errors import FileError, InputError
+
+GERMANY = zsre(
+    1, "Germany", "capital", ["Berlin", "berlin city"], ["What is Germany's capital?", "Capital of Germany?"]
+)
+FRENCH = counterfact(0, "Danielle Darrieux", " English ", "French", ["Shayna said it. Danielle Darrieux, a native"])
+
+
+def test_fever_as_published(tmp_path: Path) -> None:
+    lines = [
+        fever(1, "Paris is in France.", "SUPPORTS"),
+        fever(2, "Paris is a person.", "NOT ENOUGH INFO"),
+        fever(3, "Paris is in Chad.", "REFUTES"),
+        fever(4, "Paris is old.", None),
+    ]
+    counts = Counts()
+    records = list(read_records(write_lines(tmp_path / "fever.jsonl", lines), counts))
+    assert records == [
+        Record("1", "Paris is in France.", ("SUPPORTS",)),
+        Record("3", "Paris is in Chad.", ("REFUTES",)),
+        Record("4", "Paris is old."),
+    ]
+    assert (counts.read, counts.kept, counts.left_out, counts.bad) == (4, 3, 1, 0)
+
+
+def test_zsre_as_published(tmp_path: Path) -> None:
+    (record,) = read_records(write_lines(tmp_path / "zsre.jsonl", [GERMANY]))
+    assert record == Record(
+        id="fact-1",
+        input="What is Germany's capital?",
+        answers=("Berlin", "berlin city"),
+        human_rephrases=("Capital of Germany?",),
+        subject="Germany",
+        relation="capital",
+    )
+    assert record.questions == GERMANY["meta"]["template_questions"]
+
+
+def test_zsre_whose_input_is_one_of_its_questions(tmp_path: Path) -> None:
+    meta = {**GERMANY["meta"], "subject_entity": "Germany", "relation": "capital"}
+    line = {**GERMANY, "input": "Capital of Germany?", "meta": meta}
+    (record,) = read_records(write_lines(tmp_path / "zsre.jsonl", [line]))
+    assert (record.subject, record.relation, record.input) == ("Germany", "capital", "Capital of Germany?")
+    assert record.human_rephrases == ("What is Germany's capital?",)
+    assert sorted(record.questions) == sorted(meta["template_questions"])
+
+
+def test_a_subject_and_relation_without_questions_is_bad(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "zsre.jsonl", [GERMANY, {**GERMANY, "id": "2", "meta": {}}])
+    with pytest.raises(InputError, match=r"line 2: .*template_questions"):
+        list(read_records(path))
+
+
+@pytest.mark.parametrize(
+    ("output", "answers"),
+    [
+        ({}, ()),
+        ({"output": None}, ()),
+        ({"output": " Paris "}, ("Paris",)),
+        ({"output": ["Paris", "Paris", "Lutetia", ""]}, ("Paris", "Lutetia")),
+        ({"output": [{"answer": "Paris"}, {"provenance": []}]}, ("Paris",)),
+        ({"answers": ["Paris"]}, ("Paris",)),
+    ],
+)
+def test_a_users_own_lines(tmp_path: Path, output: dict[str, Any], answers: tuple[str, ...]) -> None:
+    path = write_lines(tmp_path / "own.jsonl", [{"input": " Where? ", **output}, {"input": "Who?"}])
+    first, second = read_records(path)
+    assert (first.input, first.answers) == ("Where?", answers)
+    assert first.id != second.id
+
+
+def test_ids_may_be_numbers(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "own.jsonl", [{"id": i, "input": f"question {i}"} for i in range(3)])
+    assert [record.id for record in read_records(path)] == ["0", "1", "2"]
+
+
+def test_gzipped_files_are_read_alike(tmp_path: Path) -> None:
+    plain = write_lines(tmp_path / "f.jsonl", [GERMANY, fever(2, "São Tomé is an island.", "SUPPORTS")])
+    zipped = tmp_path / "f.jsonl.gz"
+    zipped.write_bytes(gzip.compress(plain.read_bytes()))
+    assert list(read_records(zipped)) == list(read_records(plain))
+    assert count_records(zipped) == count_records(plain) == 2
+
+
+def test_a_cut_gzip_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl.gz"
+    path.write_bytes(gzip.compress(b"".join(b'{"input": "question %d"}\n' % i for i in range(99)))[:-40])
+    with pytest.raises(FileError, match=r"cannot read .*f.jsonl.gz"):
+        list(read_records(path))
+
+
+def test_counterfact_as_published(tmp_path: Path) -> None:
+    path = tmp_path / "counterfact.json"
+    path.write_text(json.dumps([FRENCH, {**FRENCH, "case_id": 1}], indent=1))
+    first, second = read_records(path)
+    assert first == Record(
+        id="0",
+        input="The mother tongue of Danielle Darrieux is",
+        answers=("French",),
+        human_rephrases=("Shayna said it. Danielle Darrieux, a native",),
+        subject="Danielle Darrieux",
+        relation="P103",
+        alternative="English",
+    )
+    assert second.id == "1"
+    assert count_records(path) == 2
+
+
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        {},
+        None,
+        {**FRENCH["requested_rewrite"], "target_new": "English"},
+        {**FRENCH["requested_rewrite"], "subject": None},
+    ],
+)
+def test_a_damaged_counterfact_record_is_named(tmp_path: Path, rewrite: Any) -> None:
+    path = tmp_path / "counterfact.json"
+    path.write_text(json.dumps([FRENCH, {**FRENCH, "case_id": 1, "requested_rewrite": rewrite}]))
+    with pytest.raises(InputError, match=r"counterfact.json, record 2: expected a CounterFact record"):
+        list(read_records(path))
+    counts = Counts()
+    assert len(list(read_records(path, counts, skip_bad=True))) == 1
+    assert (counts.read, counts.bad) == (2, 1)
+
+
+def test_a_damaged_array_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "counterfact.json"
+    path.write_text(json.dumps([FRENCH], indent=1)[:-20])
+    with pytest.raises(InputError, match=r"counterfact.json.*damaged one"):
+        list(read_records(path))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        fever(1, "Paris is in France.", "SUPPORTS"),
+        fever(1, "Paris is in France.", None),
+        GERMANY,
+        FRENCH,
+        {"id": "1", "input": "x", "rephrases": ["x1"], "human_rephrases": ["x2"], "alternative": "no"},
+        {"id": "1", "input": "x", "output": "a", "meta": {"subject_entity": "s", "relation": "r", "more": 1}},
+    ],
+)
+def test_a_written_record_reads_the_same(line: dict[str, Any]) -> None:
+    record = parse_record(line, "none")
+    written = json.loads(json.dumps(record.to_dict()))
+    assert parse_record(written, "none") == record
+    assert parse_record(written, "none").to_dict() == written
+
+
+def test_a_written_record_keeps_what_else_was_in_the_line() -> None:
+    line = {**GERMANY, "source": "wiki", "meta": {**GERMANY["meta"], "checked": True}}
+    written = parse_record(line, "none").to_dict()
+    assert written["source"] == "wiki"
+    assert written["meta"]["checked"] is True
+    assert written["input"] == "What is Germany's capital?"
+
+
+BAD_LINES = {
+    "malformed": (b"{nonsense", "syntax error at column 2"),
+    "not an object": (b"[1, 2]", "expected a JSON object, found list"),
+    "missing field": (b'{"id": "7"}', 'expected a text in "input", found null'),
+    "empty input": (b'{"input": "  "}', "found an empty one"),
+    "input of another type": (b'{"input": 3}', 'expected a text in "input", found 3'),
+    "wrong encoding": ('{"input": "São Tomé"}'.encode("latin-1"), "expected UTF-8, found byte 0xe3"),
+    "one id twice": (b'{"id": "good-0", "input": "again"}', "two records have the id 'good-0'"),
+    "meta of another type": (b'{"input": "x", "meta": ["a"]}', 'expected an object in "meta", found list'),
+    "output of another type": (
+        b'{"input": "x", "output": {"answer": "a"}}',
+        'a text or a list in "output", found dict',
+    ),
+    "answer of another type": (b'{"input": "x", "output": [{"answer": 3}]}', "expected texts as answers"),
+    "templates of another type": (b'{"input": "x", "meta": {"template_questions": "y"}}', "expected a list of texts"),
+    "rephrases of another type": (b'{"input": "x", "rephrases": [1]}', 'expected a list of texts in "rephrases"'),
+    "alternative of another type": (b'{"input": "x", "alternative": 3}', '"alternative"'),
+    "subject of another type": (b'{"input": "x", "meta": {"subject_entity": {"a": 1}}}', '"subject_entity"'),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_a_bad_line_is_named_or_passed_over_and_counted(tmp_path: Path, case: str) -> None:
+    line, reason = BAD_LINES[case]
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(b'{"id": "good-0", "input": "a"}\n\n' + line + b'\n{"id": "good-1", "input": "b"}\n')
+    with pytest.raises(InputError) as caught:
+        list(read_records(path))
+    assert str(caught.value).startswith(f"{path}, line 3: ")
+    assert reason in str(caught.value)
+    assert "--skip-bad" in str(caught.value)
+
+    counts = Counts()
+    assert [record.id for record in read_records(path, counts, skip_bad=True)] == ["good-0", "good-1"]
+    assert (counts.read, counts.bad) == (3, 1)
+
+
+def test_records_without_an_answer_where_answers_are_needed(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "f.jsonl", [{"input": "x", "output": "a"}, {"input": "y"}])
+    with pytest.raises(InputError, match='line 2: expected an answer in "output", found none'):
+        list(read_records(path, need_answers=True))
+    counts = Counts()
+    assert len(list(read_records(path, counts, need_answers=True, skip_bad=True))) == 1
+    assert counts.bad == 1
+
+
+def test_a_check_refuses_records_with_their_line(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "f.jsonl", [{"input": "x"}, {"input": "y"}])
+
+    def only_x(record: Record) -> None:
+        if record.input != "x":
+            raise InputError("not x")
+
+    with pytest.raises(InputError, match="line 2: not x"):
+        list(read_records(path, check=only_x))
+    assert [r.input for r in read_records(path, check=only_x, skip_bad=True)] == ["x"]
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "[]", json.dumps(fever(1, "Perhaps.", "NOT ENOUGH INFO"))])
+def test_a_file_without_records(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "f.jsonl"
+    path.write_text(content)
+    for skip_bad in (False, True):
+        with pytest.raises(InputError, match=r"f.jsonl: expected at least one record, found none"):
+            list(read_records(path, skip_bad=skip_bad))
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"cannot read .*none.jsonl: No such file"):
+        list(read_records(tmp_path / "none.jsonl"))
+
+
+def test_files_stream(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    path.write_text('{"input": "first"}\n{"input": "second"}\nnonsense\n')
+    records = read_records(path)
+    assert next(records).input == "first"
+    assert next(records).input == "second"
+    with pytest.raises(InputError, match="line 3"):
+        next(records)
+
+
+class FakeHub(ModuleType):
+    """Stands in for the datasets package."""
+
+    def __init__(self, rows: list[dict[str, Any]]):
+        super().__init__("datasets")
+        self.rows, self.asked = rows, ()
+
+    def load_dataset(self, *names: str, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
+        self.asked = (*names, split, streaming)
+        if split == "none":
+            raise ValueError("Unknown split none")
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("hub:kilt:validation", ("kilt", "validation", True)),
+        ("hub:facebook/kilt_tasks:fever:train", ("facebook/kilt_tasks", "fever", "train", True)),
+    ],
+)
+def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch, source: str, asked: tuple[object, ...]) -> None:
+    hub = FakeHub([GERMANY, FRENCH, {"id": "3"}, {"id": "4", "input": "x"}])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    counts = Counts()
+    records = list(read_records(source, counts, skip_bad=True))
+    assert hub.asked == asked
+    assert [record.id for record in records] == ["fact-1", "0", "4"]
+    assert (counts.read, counts.bad) == (4, 1)
+    with pytest.raises(InputError, match=f'{source}, row 3: expected a text in "input"'):
+        list(read_records(source))
+    assert count_records(source) is None
+    assert source_hash(source) == source
+
+
+def test_a_split_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", FakeHub([]))
+    with pytest.raises(InputError, match="cannot read hub:kilt:none: Unknown split none"):
+        list(read_records("hub:kilt:none"))
+
+
+def test_the_hub_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"pip install 'factpatch\[hub\]'"):
+        list(read_records("hub:kilt:train"))

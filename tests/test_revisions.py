@@ -1,0 +1,371 @@
+"""From records to revisions, and runs that end before they are done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from samples import LABELS, answerer, counterfact, fact_checker, fever, read_lines, texts, write_lines
+
+from factpatch.data import revisions
+from factpatch.data.records import Record
+from factpatch.data.revisions import alternatives, revise, revise_records
+from factpatch.errors import FileError, InputError
+from factpatch.facts import normalize, read_revisions
+from factpatch.models import Classifier, TaskModel, load_model
+
+KILLED = """
+import sys, time
+from factpatch.data import revisions
+from factpatch.models import load_model
+
+at_once = revisions.revise_records
+
+def slowly(model, records):
+    time.sleep(0.3)
+    return at_once(model, records)
+
+revisions.CHUNK = 4
+revisions.revise_records = slowly
+revisions.revise(load_model(sys.argv[1], "cpu"), sys.argv[2], sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    return {"checker": fact_checker(place / "checker"), "answerer": answerer(place / "answerer")}
+
+
+@pytest.fixture(scope="module", params=["checker", "answerer"])
+def model(request: pytest.FixtureRequest, folders: dict[str, Path]) -> TaskModel:
+    return load_model(folders[request.param], "cpu")
+
+
+@pytest.fixture(scope="module")
+def checker(folders: dict[str, Path]) -> TaskModel:
+    return load_model(folders["checker"], "cpu")
+
+
+def records_with_rephrases(count: int = 8) -> list[dict[str, Any]]:
+    """Each with its own words in another order, and with other words: some answered alike, some not."""
+    others = texts(6 * count, seed=1)
+    lines = []
+    for i, text in enumerate(texts(count)):
+        words = text.split()
+        near = [" ".join(words[k:] + words[:k]) for k in range(1, len(words))]
+        far = others[6 * i : 6 * i + 6]
+        copies = [text.upper(), f"{text} ?"]
+        lines.append(
+            {
+                "id": str(i),
+                "input": text,
+                "rephrases": [*copies, *near, *far[:3], near[0].title()],
+                "human_rephrases": [*far[3:], near[-1], *copies],
+            }
+        )
+    return lines
+
+
+def agreeing(model: TaskModel, text: str, rephrases: list[str]) -> list[str]:
+    """The rephrases to keep."""
+    prediction, *said = model.predict([text, *rephrases])
+    kept = []
+    for rephrase, answer in zip(rephrases, said, strict=True):
+        if answer == prediction and normalize(rephrase) not in map(normalize, [text, *kept]):
+            kept.append(rephrase)
+    return kept
+
+
+def test_revisions_say_what_the_model_says(model: TaskModel, tmp_path: Path) -> None:
+    lines = records_with_rephrases()
+    result = revise(model, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    made = list(read_revisions(tmp_path / "out.jsonl"))
+    assert [(r.id, r.input) for r in made] == [(line["id"], line["input"]) for line in lines]
+    assert [r.prediction for r in made] == model.predict([line["input"] for line in lines])
+    assert all(r.answers == () for r in made)
+
+    for revision, line in zip(made, lines, strict=True):
+        assert list(revision.rephrases) == agreeing(model, revision.input, line["rephrases"])
+        assert list(revision.human_rephrases) == agreeing(model, revision.input, line["human_rephrases"])
+    offered = sum(len(line["rephrases"]) - 3 for line in lines)  # less the copies
+    assert 0 < sum(len(r.rephrases) for r in made) < offered, "the sample must have rephrases of both kinds"
+
+    assert result == {
+        "records": 8,
+        "kept": 8,
+        "left_out": 0,
+        "bad": 0,
+        "with_alternative": sum(bool(r.alternatives) for r in made) / 8,
+        "with_paraphrase": sum(bool(r.rephrases or r.human_rephrases) for r in made) / 8,
+        "with_human_paraphrase": sum(bool(r.human_rephrases) for r in made) / 8,
+    }
+
+
+def test_alternatives_are_the_other_labels_or_the_other_beams(model: TaskModel) -> None:
+    inputs = texts(12, seed=2)
+    for revision in revise_records(model, [Record(str(i), text) for i, text in enumerate(inputs)]):
+        if isinstance(model, Classifier):
+            assert set(revision.alternatives) == set(LABELS) - {revision.prediction}
+            continue
+        best, *beams = model.candidates([revision.input], 5)[0]
+        assert len(beams) == 4
+        different = {normalize(beam): beam for beam in reversed(beams) if beam and normalize(beam) != normalize(best)}
+        assert list(revision.alternatives) == [beam for beam in beams if beam in different.values()]
+        assert revision.alternatives
+
+
+def test_a_classifiers_alternatives_are_in_its_order(tmp_path: Path) -> None:
+    tiny.build("bert", num_labels=7).save(tmp_path / "model")
+    model = load_model(tmp_path / "model", "cpu")
+    ranked = model.candidates(["what is the capital of burundi ?"], 7)[0]
+    (revision,) = revise_records(model, [Record("1", "what is the capital of burundi ?")])
+    assert revision.alternatives[:4] == tuple(ranked[1:5])
+    assert sorted(revision.alternatives) == sorted(ranked[1:])
+
+
+def test_beams_that_say_the_same_are_no_alternatives(folders: dict[str, Path]) -> None:
+    model = load_model(folders["answerer"], "cpu")
+    record = Record("1", "where ?")
+    assert alternatives(model, record, ["Paris", "paris.", "Lyon", "", "LYON"]) == ("Lyon",)
+    assert alternatives(model, record, ["Paris"] * 5) == ()
+    wanted = replace(record, alternative="Gitega")
+    assert alternatives(model, wanted, ["Paris", "Lyon", "gitega", "Rome", "Oslo"]) == (
+        "Gitega",
+        "Lyon",
+        "Rome",
+        "Oslo",
+    )
+    assert alternatives(model, wanted, ["gitega.", "Lyon"]) == ("Lyon",)
+
+
+def test_counterfacts_target_comes_first(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(folders["answerer"], "cpu")
+    path = tmp_path / "counterfact.json"
+    cases = [counterfact(i, subject, "Rundi", "French", []) for i, subject in enumerate(["burundi", "paris"])]
+    path.write_text(json.dumps(cases))
+    revise(model, path, tmp_path / "out.jsonl")
+    for revision in read_revisions(tmp_path / "out.jsonl"):
+        assert revision.alternatives[0] == "Rundi"
+        assert len(revision.alternatives) > 1
+        assert revision.answers == ("French",)
+
+
+def test_rephrases_that_the_model_cannot_read_are_dropped(checker: TaskModel) -> None:
+    text = "what is the capital of burundi ?"
+    short = texts(20)
+    alike = [s for s, said in zip(short, checker.predict(short), strict=True) if [said] == checker.predict([text])]
+    record = Record("1", text, rephrases=("capital " * 99, " ", alike[0]), human_rephrases=("capital " * 35,))
+    (revision,) = revise_records(checker, [record])
+    assert revision.rephrases == (alike[0],)
+    assert revision.human_rephrases == ()
+
+
+def test_claims_that_are_neither_are_left_out_and_counted(checker: TaskModel, tmp_path: Path) -> None:
+    labels = [*LABELS, None, "NOT ENOUGH INFO"]
+    lines = [fever(i, text, label) for i, (text, label) in enumerate(zip(texts(4), labels, strict=True))]
+    result = revise(checker, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    assert (result["records"], result["kept"], result["left_out"], result["bad"]) == (4, 3, 1, 0)
+    assert result["with_alternative"] == 1
+    assert result["with_paraphrase"] == 0
+    assert [line["answers"] for line in read_lines(tmp_path / "out.jsonl")] == [[LABELS[0]], [LABELS[1]], []]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (fever(9, "who leads france ?", "PERHAPS"), "the classifier has no label 'PERHAPS'; choose one of REFUTES"),
+        (fever(9, "capital " * 99, "SUPPORTS"), "reads at most 36 tokens, this input has 101"),
+        ({"id": "0", "input": "paris"}, "two records have the id '0'"),
+        ({"id": "9"}, 'expected a text in "input"'),
+    ],
+)
+def test_bad_records_are_named_or_passed_over(
+    checker: TaskModel, tmp_path: Path, line: dict[str, Any], reason: str
+) -> None:
+    good = [fever(i, text, "SUPPORTS") for i, text in enumerate(texts(3))]
+    source = write_lines(tmp_path / "in.jsonl", [*good, line])
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(InputError) as caught:
+        revise(checker, source, output)
+    assert str(caught.value).startswith(f"{source}, line 4: ")
+    assert reason in str(caught.value)
+    assert not output.exists()
+    output.write_text("old")
+    with pytest.raises(InputError):
+        revise(checker, source, output)
+    assert output.read_text() == "old"
+    result = revise(checker, source, output, skip_bad=True)
+    assert (result["records"], result["kept"], result["bad"]) == (4, 3, 1)
+    assert len(read_lines(output)) == 3
+
+
+def test_an_empty_file_leaves_the_old_revisions(checker: TaskModel, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("")
+    (tmp_path / "out.jsonl").write_text("old")
+    with pytest.raises(InputError, match="expected at least one record, found none"):
+        revise(checker, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text() == "old"
+
+
+# Runs that end before they are done
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(revisions, "CHUNK", 4)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "in.jsonl", [{"input": text} for text in texts(30, seed=5)])
+
+
+@pytest.fixture
+def whole(checker: TaskModel, source: Path, tmp_path: Path, small_chunks: None) -> bytes:
+    """What an uninterrupted run writes."""
+    revise(checker, source, tmp_path / "whole.jsonl")
+    return (tmp_path / "whole.jsonl").read_bytes()
+
+
+class Revised:
+    """Counts what is revised, and may fail at one of the chunks."""
+
+    def __init__(self, fail_at: int = 0):
+        self.records, self.chunks, self.fail_at = 0, 0, fail_at
+
+    def __call__(self, model: TaskModel, records: list[Record]) -> Any:
+        self.chunks += 1
+        if self.chunks == self.fail_at:
+            raise RuntimeError("the machine went down")
+        self.records += len(records)
+        return revise_records(model, records)
+
+
+def scratch_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+
+
+def test_a_failure_half_way_leaves_the_old_file_and_can_be_taken_up(
+    checker: TaskModel, source: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_text("old")
+    monkeypatch.setattr(revisions, "revise_records", Revised(fail_at=4))
+    with pytest.raises(RuntimeError):
+        revise(checker, source, output)
+    assert output.read_text() == "old"
+
+    rest = Revised()
+    told: list[int] = []
+    monkeypatch.setattr(revisions, "revise_records", rest)
+    result = revise(checker, source, output, on_done=told.append)
+    assert output.read_bytes() == whole
+    assert rest.records == 30 - 12
+    assert told[0] == 12
+    assert sum(told) == result["kept"] == result["records"] == 30
+    assert scratch_of(tmp_path) == []
+
+
+def test_a_full_disk_half_way(
+    checker: TaskModel, source: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_text("old")
+    calls: list[int] = []
+
+    def full(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(FileError, match=r"cannot write .*out.jsonl: No space left on device"):
+            revise(checker, source, output)
+    assert output.read_text() == "old"
+    assert revise(checker, source, output)["kept"] == 30
+    assert output.read_bytes() == whole
+
+
+def test_a_killed_run_goes_on_where_it_stopped(
+    folders: dict[str, Path],
+    checker: TaskModel,
+    source: Path,
+    whole: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "driver.py").write_text(KILLED)
+    output = tmp_path / "out.jsonl"
+    part = tmp_path / ".out.jsonl.part"
+    command = [sys.executable, str(tmp_path / "driver.py"), str(folders["checker"]), str(source), str(output)]
+    with subprocess.Popen(command) as process:
+        try:
+            while process.poll() is None and not (part.exists() and part.stat().st_size):
+                time.sleep(0.02)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL, "the run must not have ended by itself"
+    assert not output.exists()
+    done = part.read_bytes().count(b"\n") // 4 * 4
+    assert 4 <= done < 30
+
+    rest = Revised()
+    monkeypatch.setattr(revisions, "revise_records", rest)
+    revise(checker, source, output)
+    assert rest.records == 30 - done
+    assert output.read_bytes() == whole
+
+
+def leave_a_part(checker: TaskModel, source: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a run that failed at its third chunk leaves: eight lines."""
+    with monkeypatch.context() as patched:
+        patched.setattr(revisions, "revise_records", Revised(fail_at=3))
+        with pytest.raises(RuntimeError):
+            revise(checker, source, output)
+    part = output.with_name(f".{output.name}.part")
+    assert len(read_lines(part)) == 8
+    return part
+
+
+@pytest.mark.parametrize("torn", [b'{"id": "record-9", "inp', b'{"id": "record-9"}\n', b'{"id": "record-9"}\n{"id'])
+def test_a_torn_end_of_a_part_is_cut_off(
+    checker: TaskModel, source: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bytes
+) -> None:
+    part = leave_a_part(checker, source, tmp_path / "out.jsonl", monkeypatch)
+    with part.open("ab") as file:
+        file.write(torn)
+    rest = Revised()
+    monkeypatch.setattr(revisions, "revise_records", rest)
+    revise(checker, source, tmp_path / "out.jsonl")
+    assert rest.records == 30 - 8
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+
+
+@pytest.mark.parametrize("other", ["data", "model", "chunk"])
+def test_a_part_of_another_run_is_not_taken_up(
+    checker: TaskModel, source: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    leave_a_part(checker, source, tmp_path / "out.jsonl", monkeypatch)
+    model = checker
+    if other == "data":
+        write_lines(source, [*read_lines(source)[:-1], {"input": "another last question"}])
+    elif other == "model":
+        model = load_model(fact_checker(tmp_path / "model", seed=1), "cpu")
+    else:
+        monkeypatch.setattr(revisions, "CHUNK", 5)
+    anew = Revised()
+    monkeypatch.setattr(revisions, "revise_records", anew)
+    revise(model, source, tmp_path / "out.jsonl")
+    assert anew.records == 30
+    assert ((tmp_path / "out.jsonl").read_bytes() == whole) is (other == "chunk")
