@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from factpatch.cli.common import (
     Device,
@@ -18,8 +17,8 @@ from factpatch.cli.common import (
     is_main_process,
     prepare,
     print_json,
+    show_counts,
     status_bar,
-    stdout,
 )
 
 
@@ -74,10 +73,4 @@ def fit(
         result = run.run(train, dev, skip_bad, watch)
     if not is_main_process():
         return
-    if as_json:
-        print_json(result)
-        return
-    table = Table("", "", title=f"{output}", show_header=False)
-    for key, value in result.items():
-        table.add_row(key.replace("_", " "), f"{value:.4f}" if isinstance(value, float) else str(value))
-    stdout.print(table)
+    print_json(result) if as_json else show_counts(result, output)
