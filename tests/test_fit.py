@@ -25,7 +25,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 from factpatch.errors import FileError, InputError
 from factpatch.models import Classifier, load_model
 from factpatch.training import Fit, FitConfig
-from factpatch.training.fit import Example, Status, answer_losses, batches_from, classifier_losses, schedule
+from factpatch.training.examples import Example, batches_from
+from factpatch.training.fit import Status, answer_losses, classifier_losses, schedule
 
 SURE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DRIVER = """
@@ -98,7 +99,7 @@ def examples(count: int) -> list[Example]:
 def test_each_epoch_has_every_example_once(count: int) -> None:
     data = examples(count)
     per_epoch = -(-count // 8)
-    batches = list(islice(batches_from(data, FitConfig(batch=8), 0), 3 * per_epoch))
+    batches = list(islice(batches_from(data, 8, 0, 0), 3 * per_epoch))
     epochs = [batches[i : i + per_epoch] for i in range(0, len(batches), per_epoch)]
     for epoch in epochs:
         assert sorted(example.target for batch in epoch for example in batch) == list(range(count))
@@ -108,11 +109,11 @@ def test_each_epoch_has_every_example_once(count: int) -> None:
 
 def test_batches_go_on_from_any_step() -> None:
     data = examples(50)
-    whole = list(islice(batches_from(data, FitConfig(batch=8, seed=3), 0), 30))
+    whole = list(islice(batches_from(data, 8, 3, 0), 30))
     for step in (1, 6, 7, 13, 20):
-        rest = islice(batches_from(data, FitConfig(batch=8, seed=3), step), 30 - step)
+        rest = islice(batches_from(data, 8, 3, step), 30 - step)
         assert list(rest) == whole[step:]
-    assert next(batches_from(data, FitConfig(batch=8, seed=4), 0)) != whole[0]
+    assert next(batches_from(data, 8, 4, 0)) != whole[0]
 
 
 def test_batches_have_little_padding() -> None:
@@ -121,7 +122,7 @@ def test_batches_have_little_padding() -> None:
         return sum(max(batch) * len(batch) - sum(batch) for batch in lengths)
 
     data = examples(400)
-    by_length = padding(list(islice(batches_from(data, FitConfig(batch=8), 0), 50)))
+    by_length = padding(list(islice(batches_from(data, 8, 0, 0), 50)))
     by_chance = padding([data[i : i + 8] for i in range(0, 400, 8)])
     assert by_length < by_chance / 10
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from factpatch.device import find_device
 from factpatch.errors import DeviceError, InputError, ModelError
 from factpatch.facts import FactEdit
 from factpatch.models import Classifier, Seq2Seq, TaskModel, editable_layers, load_model
+from factpatch.models.workers import map_texts
 
 EDITABLE = {"gpt2": 2 * 4, "bart": 2 * 6 + 2 * 10, "t5": 2 * 6 + 2 * 10, "marian": 2 * 6 + 2 * 10}
 
@@ -88,6 +90,17 @@ def test_prediction_is_filled_in_and_given_ones_are_kept() -> None:
     filled, given = bart.resolve([FactEdit(QUESTIONS[0], "paris"), FactEdit(QUESTIONS[1], "paris", "gitega")])
     assert filled.y == bart.predict([QUESTIONS[0]])[0]
     assert given.y == "gitega"
+
+
+def test_work_shared_among_processes_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("factpatch.models.workers.SLICE", 7)
+    monkeypatch.setattr("factpatch.models.workers.WORTH_IT", 10)
+    texts = [f"text {i}" for i in range(100)]
+    results = map_texts(texts, lambda part: [(text, os.getpid()) for text in part], processes=2)
+    assert [text for text, _ in results] == texts
+    workers = {process for _, process in results}
+    assert len(workers) == 2
+    assert os.getpid() not in workers
 
 
 # Bad input

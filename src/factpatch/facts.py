@@ -29,10 +29,20 @@ class FactEdit:
         return asdict(self)
 
 
+class _Dropped(dict[int, int | None]):
+    """For str.translate: None for punctuation, spaces and control characters; filled as characters turn up."""
+
+    def __missing__(self, code: int) -> int | None:
+        self[code] = None if unicodedata.category(chr(code))[0] in "PZC" else code
+        return self[code]
+
+
+_DROPPED = _Dropped()
+
+
 def normalize(text: str) -> str:
     """Lower case, no punctuation, no spaces: the form in which answers and inputs are compared."""
-    kept = [c for c in text.lower() if unicodedata.category(c)[0] not in "PZC"]
-    return "".join(kept) or text.strip().lower()
+    return text.lower().translate(_DROPPED) or text.strip().lower()
 
 
 def same(a: str, b: str) -> bool:

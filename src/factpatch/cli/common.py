@@ -85,7 +85,6 @@ def prepare(seed: int) -> None:
     import torch
     from transformers.utils import logging
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)

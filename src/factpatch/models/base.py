@@ -19,6 +19,7 @@ from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
 from factpatch.files import atomic_folder
 from factpatch.models.layers import editable_layers
+from factpatch.models.workers import map_texts
 from factpatch.patch import Patch, fingerprint, stack_patches
 
 # Padded tokens of one inference batch: enough to keep the device busy, little enough to fit beside a base-sized model.
@@ -169,8 +170,12 @@ class TaskModel(ABC):
         if not texts:
             return []
         cut: dict[str, Any] = {"truncation": True, "max_length": limit} if limit else {}
-        columns = self.tokenizer(list(texts), verbose=False, **cut)
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+        def work(part: Sequence[str]) -> list[Encoded]:
+            columns = self.tokenizer(list(part), verbose=False, **cut)
+            return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+        return work(texts) if self.tokenizer.is_fast else map_texts(texts, work)
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indices of texts, longest first, cut where a padded batch would grow past what the device takes well."""

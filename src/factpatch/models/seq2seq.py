@@ -64,8 +64,15 @@ class Seq2Seq(TaskModel):
             generation = copy.copy(self.generation)
             generation.num_return_sequences = count
             ids = self.model.generate(**rows.inputs, generation_config=generation)
-        texts = [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+        texts = self._decoded(ids.tolist())
         return [texts[start : start + count] for start in range(0, len(texts), count)]
+
+    def _decoded(self, sequences: list[list[int]]) -> list[str]:
+        """As texts; the same answer, which many questions may have, is decoded once."""
+        different = list(dict.fromkeys(map(tuple, sequences)))
+        decoded = self.tokenizer.batch_decode([list(ids) for ids in different], skip_special_tokens=True)
+        text_of = {ids: text.strip() for ids, text in zip(different, decoded, strict=True)}
+        return [text_of[tuple(ids)] for ids in sequences]
 
     def check_target(self, target: str) -> str:
         if not target.strip():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
-from factpatch.data.records import Counts, Record, read_records, source_hash
+from factpatch.data.records import Counts, Record, source_hash
 from factpatch.device import varying_shapes
 from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize
 from factpatch.files import atomic_folder
 from factpatch.metrics import accuracy
-from factpatch.models import Classifier, Seq2Seq, TaskModel, load_model
-from factpatch.models.base import Encoded
+from factpatch.models import Seq2Seq, load_model
 from factpatch.models.seq2seq import MAX_ANSWER_TOKENS, NO_TARGET
 from factpatch.training.checkpoint import (
     has_checkpoint,
@@ -34,8 +32,7 @@ from factpatch.training.checkpoint import (
     save_checkpoint,
     stop_signals,
 )
-
-BUCKET = 50  # batches whose examples are sorted by length together
+from factpatch.training.examples import Example, batches_from, hold_out, read_answered
 
 
 @dataclass(frozen=True)
@@ -80,12 +77,6 @@ class Status:
     score: float | None  # of the held-out slice, at the last validation
 
 
-@dataclass(frozen=True)
-class Example:
-    encoded: Encoded
-    target: Any  # a class number or token numbers
-
-
 class Fit:
     """One fine-tuning run in one folder."""
 
@@ -115,7 +106,7 @@ class Fit:
         config = self.config
         torch.manual_seed(config.seed)
         self.train_hash = source_hash(train)
-        records, counts = _read(train, skip_bad)
+        records, counts = read_answered(train, skip_bad)
         labels = None
         if config.task == "classify":
             spellings = {normalize(record.answers[0]): record.answers[0] for record in reversed(records)}
@@ -129,8 +120,8 @@ class Fit:
         on_gpu = self.model.device.type == "cuda"
         self.accelerator = Accelerator(mixed_precision="bf16" if on_gpu else "no", cpu=not on_gpu)
         self.model.model.to(self.accelerator.device)
-        dev_records, dev_counts = _read(dev, skip_bad, self.model) if dev else ([], Counts())
-        held_out, kept = hold_out(records, config)
+        dev_records, dev_counts = read_answered(dev, skip_bad, self.model) if dev else ([], Counts())
+        held_out, kept = hold_out(records, config.holdout, config.seed)
         examples = self._examples(kept)
         if config.task == "answer":
             self._set_answer_length(examples)
@@ -163,7 +154,10 @@ class Fit:
         """False where it was asked to stop before the end."""
         config = self.config
         network = self.model.model.requires_grad_(True)
-        optimizer = torch.optim.AdamW(network.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        on_gpu = self.accelerator.device.type == "cuda"
+        optimizer = torch.optim.AdamW(
+            network.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=on_gpu
+        )
         per_epoch = -(-len(examples) // config.batch)
         total = config.steps or max(1, round(config.epochs * per_epoch))
         self.step, self.best_step, self.best_score, self.earlier_seconds = 0, 0, -1.0, 0.0
@@ -181,7 +175,7 @@ class Fit:
         done = share()
         validated = int(done * config.validations)
         with stop_signals() as asked_to_stop:
-            for batch in batches_from(examples, config, self.step):
+            for batch in batches_from(examples, config.batch, config.seed, self.step):
                 if done >= 1:
                     break
                 for group in optimizer.param_groups:
@@ -341,46 +335,6 @@ def answer_losses(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
 def schedule(share: float, warmup: float) -> float:
     """Linear from 0 to 1 over the warm-up's share of a run, then linear to 0."""
     return share / warmup if share < warmup else (1 - share) / (1 - warmup)
-
-
-def hold_out(records: list[Record], config: FitConfig) -> tuple[list[Record], list[Record]]:
-    """A slice of train for choosing, and the rest for training."""
-    shuffled = random.Random(config.seed).sample(records, len(records))
-    size = min(config.holdout, len(records) // 10)
-    if size == 0:
-        raise InputError(f"expected at least 10 records to train on, found {len(records)}")
-    return shuffled[:size], shuffled[size:]
-
-
-def batches_from(examples: list[Example], config: FitConfig, step: int) -> Iterator[list[Example]]:
-    """Batches without end, from the given step on. Examples of like length share one, so that little is padding."""
-    per_epoch = -(-len(examples) // config.batch)
-    epoch, position = divmod(step, per_epoch)
-    while True:
-        chance = random.Random(f"{config.seed}/{epoch}")
-        order = chance.sample(range(len(examples)), len(examples))
-        span = BUCKET * config.batch
-        buckets = (order[i : i + span] for i in range(0, len(order), span))
-        ordered = [i for bucket in buckets for i in sorted(bucket, key=lambda i: len(examples[i].encoded["input_ids"]))]
-        batches = [ordered[i : i + config.batch] for i in range(0, len(ordered), config.batch)]
-        chance.shuffle(batches)
-        for batch in batches[position:]:
-            yield [examples[i] for i in batch]
-        epoch, position = epoch + 1, 0
-
-
-def _read(source: str | Path, skip_bad: bool, model: TaskModel | None = None) -> tuple[list[Record], Counts]:
-    """All records with answers; with a classifier given, its labels only."""
-    counts = Counts()
-
-    def check(record: Record) -> None:
-        if isinstance(model, Classifier):
-            model.check_target(record.answers[0])
-
-    records = [
-        replace(r, raw={}) for r in read_records(source, counts, need_answers=True, check=check, skip_bad=skip_bad)
-    ]
-    return records, counts
 
 
 def _copy_of(network: torch.nn.Module) -> dict[str, Tensor]:
