@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import tiny
 import torch
 
+from factpatch.cli import main
 from factpatch.editors import EditorConfig, HyperNetwork
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
@@ -58,3 +63,31 @@ def assert_untouched(model: TaskModel, before: dict[str, torch.Tensor]) -> None:
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.model.parameters())
     assert not model.model.training
     assert not any(module._forward_hooks for module in model.model.modules())
+
+
+class Ran:
+    """What became of a command."""
+
+    def __init__(self, code: int, out: str, err: str):
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> dict[str, Any]:
+        assert self.code == 0, self.err
+        assert self.out.count("\n") == 1, "one JSON object and nothing else on stdout"
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Runs `factpatch` with the given arguments."""
+
+    def command(*arguments: object) -> Ran:
+        capsys.readouterr()  # what the test itself has printed is not the command's
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        code = stop.value.code
+        return Ran(code if isinstance(code, int) else 0, captured.out, captured.err)
+
+    return command

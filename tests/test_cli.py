@@ -6,37 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
-from conftest import QUESTIONS, loud_editor
+from conftest import QUESTIONS, Ran, loud_editor
 
-from factpatch.cli import main
 from factpatch.models import load_model
-
-
-class Ran:
-    def __init__(self, code: int, out: str, err: str):
-        self.code, self.out, self.err = code, out, err
-
-    @property
-    def json(self) -> dict[str, Any]:
-        assert self.code == 0, self.err
-        assert self.out.count("\n") == 1, "one JSON object and nothing else on stdout"
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def command(*arguments: object) -> Ran:
-        with pytest.raises(SystemExit) as stop:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        code = stop.value.code
-        return Ran(code if isinstance(code, int) else 0, captured.out, captured.err)
-
-    return command
 
 
 @pytest.fixture(scope="module")

@@ -9,23 +9,8 @@ from typing import Any
 import pytest
 import tiny
 from samples import LABELS, answerer, fact_checker, fever, read_lines, texts, write_lines, zsre
-from test_cli import Ran
 
-from factpatch.cli import main
 from factpatch.models import load_model
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def command(*arguments: object) -> Ran:
-        capsys.readouterr()  # what the test itself has printed is not the command's
-        with pytest.raises(SystemExit) as stop:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        code = stop.value.code
-        return Ran(code if isinstance(code, int) else 0, captured.out, captured.err)
-
-    return command
 
 
 @pytest.fixture(scope="module")
