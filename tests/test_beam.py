@@ -24,7 +24,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"forced_bos_token_id": 5, "early_stopping": True},
     {"forced_eos_token_id": None, "max_new_tokens": 3},
     {"num_beams": 2, "early_stopping": True, "max_new_tokens": 12},
-    {"eos_token_id": [tiny.EOS, 11], "early_stopping": True},
 ]
 
 

@@ -80,6 +80,17 @@ def test_a_patch_made_in_half_precision_applies_to_the_model_in_full(tmp_path: P
     assert_untouched(full, before)
 
 
+@pytest.mark.parametrize("architecture", tiny.SEQ2SEQS)
+def test_dropout_can_be_chosen(model: TaskModel, tmp_path: Path) -> None:
+    """In training, two passes over one text differ where there is dropout, and only there."""
+    model.save(tmp_path / "m")
+    for dropout, differs in ((0.5, True), (0.0, False)):
+        loaded = load_model(tmp_path / "m", "cpu", dropout=dropout)
+        rows = loaded.rows([QUESTIONS[0]], ["gitega"])
+        loaded.model.train()
+        assert (float(loaded.losses(rows)) != float(loaded.losses(rows))) is differs
+
+
 def test_labels_are_matched_whatever_their_case() -> None:
     bert = tiny.build("bert")
     assert bert.check_target(" label_1 ") == "LABEL_1"

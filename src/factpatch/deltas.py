@@ -76,15 +76,15 @@ class Dense:
 Delta = LowRank | Dense
 
 
-def from_tensors(tensors: dict[str, Tensor]) -> Delta | None:
-    """The inverse of `.tensors`; None where they are no change of a weight."""
+def from_tensors(tensors: dict[str, Tensor]) -> Delta:
+    """The inverse of `.tensors`; a ValueError where they are no change of a weight."""
     if tensors.keys() == {"delta"} and tensors["delta"].dim() == 2:
         return Dense(tensors["delta"])
     if tensors.keys() == {"A", "B"}:
         A, B = tensors["A"], tensors["B"]
         if A.dim() == B.dim() == 2 and len(A) == len(B):
             return LowRank(A, B)
-    return None
+    raise ValueError(f"no change of a weight: { ({key: tuple(tensor.shape) for key, tensor in tensors.items()}) }")
 
 
 def add(first: Delta, second: Delta) -> Delta:

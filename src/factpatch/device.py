@@ -21,6 +21,8 @@ def find_device(name: str | None = None) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise DeviceError(f"expected a device such as cpu or cuda:0, found {name!r}") from None
+    if device.type not in ("cpu", "cuda", "mps") or (device.type == "mps" and not torch.backends.mps.is_available()):
+        raise DeviceError(f"expected a device such as cpu or cuda:0, found {name!r}, which this machine cannot use")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"{name} was asked for, but this machine has no usable CUDA GPU; use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -1,5 +1,6 @@
 """Facts: the edit that is asked for, how answers are compared, and JSON lines."""
 
+import codecs
 import gzip
 import json
 import unicodedata
@@ -125,10 +126,11 @@ def read_jsonl(
 def _pieces(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
     """Where a record stands, and its bytes; or the record itself, where the file is one array, to be read whole."""
     for number, line in enumerate(file, start=1):
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if number == 1 and line.lstrip().startswith(b"["):
             try:
                 array = json.loads(line + file.read())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InputError(f"{path}: expected JSON lines or a JSON array, found a damaged one: {error}") from None
             yield from ((f"record {i}", record) for i, record in enumerate(array, start=1))
         elif line.strip():
@@ -137,15 +139,27 @@ def _pieces(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes | dict[str
 
 def _decode(content: bytes | dict[str, Any]) -> dict[str, Any]:
     try:
-        record = json.loads(content.decode("utf-8-sig")) if isinstance(content, bytes) else content
+        record = json.loads(content.decode("utf-8")) if isinstance(content, bytes) else content
     except UnicodeDecodeError as error:
         found = error.object[error.start]
         raise InputError(f"expected UTF-8, found byte 0x{found:02x} at position {error.start}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"expected a JSON object, found a syntax error at column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"expected a JSON object, found one that cannot be read: {error}") from None
     if not isinstance(record, dict):
         raise InputError(f"expected a JSON object, found {type(record).__name__}")
+    if isinstance(content, bytes) and b"\\ud" in content.lower() and _has_lone_surrogates(record):
+        raise InputError("expected Unicode text, found half of a surrogate pair, as in a cut emoji")
     return record
+
+
+def _has_lone_surrogates(record: dict[str, Any]) -> bool:
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def text_list(record: dict[str, Any], key: str) -> tuple[str, ...]:

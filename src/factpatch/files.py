@@ -17,6 +17,7 @@ from factpatch.errors import FileError
 def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yields a scratch path beside `path`; what was written there takes its place if the block ends well."""
     path = Path(path)
+    _refuse_folder(path)
     with _as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -62,6 +63,8 @@ class ResumableLines:
         self._part = self.path.with_name(f".{self.path.name}.part")
         self._settings = self.path.with_name(f".{self.path.name}.part.json")
         self._wanted = json.dumps({**settings, "chunk": chunk}, sort_keys=True)
+        _refuse_folder(self.path)
+        refuse_gz(self.path)
         with _as_file_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.done = self._take_up()
@@ -93,6 +96,24 @@ class ResumableLines:
         with _as_file_errors(self.path):
             os.replace(self._part, self.path)
             self._settings.unlink(missing_ok=True)
+
+
+def check_writable(path: str | Path) -> None:
+    """Raises now what writing there would raise later, after long work."""
+    path = Path(path)
+    with _as_file_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def refuse_gz(path: str | Path) -> None:
+    if Path(path).suffix == ".gz":
+        raise FileError(f"expected a plain output file, found {path}; leave .gz off, and compress it afterwards")
+
+
+def _refuse_folder(path: Path) -> None:
+    if path.is_dir():
+        raise FileError(f"expected a file to write, found a folder at {path}; name a file")
 
 
 def content_hash(path: str | Path) -> str:

@@ -87,10 +87,11 @@ class Patch:
 
     def revert(self, model: Model) -> Model:
         """Takes this patch off; the weights are then, bit for bit, as if it had never been applied."""
-        kept = [patch for patch in model.patches if patch is not self]
-        if len(kept) == len(model.patches):
+        places = [i for i, patch in enumerate(model.patches) if patch is self]
+        if not places:
             raise MismatchError("this patch is not on the model; revert the object that was applied")
-        _rewrite(model, kept)
+        last = places[-1]
+        _rewrite(model, model.patches[:last] + model.patches[last + 1 :])
         return model
 
     @contextmanager
@@ -118,7 +119,7 @@ class Patch:
     def save(self, path: str | Path) -> None:
         """One safetensors file with the edit, the base's fingerprint and a checksum in its metadata."""
         tensors = {
-            f"{name}:{part}": tensor.detach().cpu().contiguous()
+            f"{name}:{part}": tensor.detach().cpu().clone().contiguous()
             for name, delta in self.deltas.items()
             for part, tensor in delta.tensors.items()
         }
@@ -134,6 +135,8 @@ class Patch:
 
     @classmethod
     def load(cls, path: str | Path) -> Patch:
+        if Path(path).is_dir():
+            raise FileError(f"expected a patch file, found a folder at {path}; name the file")
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -141,19 +144,27 @@ class Patch:
         except FileNotFoundError:
             raise FileError(f"no patch file at {path}; check the path") from None
         except (SafetensorError, OSError) as error:
-            raise FileError(f"{path} is no readable patch ({error}); save the patch again") from error
+            raise FileError(f"{path} is no readable patch ({error}); is it a patch, and whole?") from error
         kind = metadata.get("format", "none")
         if kind != f"factpatch-patch-{FORMAT}":
             raise FileError(f"{path}: expected format factpatch-patch-{FORMAT}, found {kind}; is it a patch?")
         if metadata.pop("checksum", None) != _checksum(metadata, tensors):
             raise FileError(f"{path} is damaged: its checksum does not match its content; save the patch again")
-        parts: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in tensors.items():
-            name, part = key.rsplit(":", 1)
-            parts.setdefault(name, {})[part] = tensor
-        deltas = {name: delta for name, found in parts.items() if (delta := from_tensors(found)) is not None}
-        edits = tuple(FactEdit(**edit) for edit in json.loads(metadata["edits"]))
-        return cls(deltas, metadata["base"], metadata["method"], edits)
+        try:
+            edits = tuple(FactEdit(**edit) for edit in json.loads(metadata["edits"]))
+            return cls(_deltas_from(tensors), metadata["base"], metadata["method"], edits)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileError(f"{path} is no whole patch ({error}); save the patch again") from error
+
+
+def _deltas_from(tensors: Mapping[str, Tensor]) -> dict[str, Delta]:
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, part = key.rsplit(":", 1)
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise ValueError(f"{key} holds something else than finite numbers")
+        parts.setdefault(name, {})[part] = tensor
+    return {name: from_tensors(found) for name, found in parts.items()}
 
 
 def stack_patches(patches: Sequence[Patch], layers: Mapping[str, nn.Module]) -> dict[str, Delta]:

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. The best there is, if left out.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of everything random.")]
 Model = Annotated[str, typer.Option(help="A model folder or a hub name.")]
 Data = Annotated[str, typer.Option(help="JSON lines (KILT or your own), CounterFact's JSON, or hub:NAME:SPLIT.")]
 Precision = Annotated[str | None, typer.Option(help="fp32 or bf16. bf16 on a GPU, if left out.")]
@@ -48,7 +49,7 @@ def is_main_process() -> bool:
 
 def show_counts(result: dict[str, Any], place: object) -> None:
     """Counts and shares as a table."""
-    table = Table(title=str(place), show_header=False)
+    table = Table(title=escape(str(place)), show_header=False)
     for key, value in result.items():
         share = isinstance(value, float) and key != "seconds"
         if value is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, prepare, print_json, stdout, working
@@ -81,10 +82,11 @@ def _show(results: list[dict[str, Any]]) -> None:
     table = Table("input", "before", "after", "target", "took", "rank", "norm")
     for r in results:
         took = "[green]yes[/]" if r["success"] else "[red]no[/]"
-        table.add_row(r["input"], r["before"], r["after"], r["target"], took, str(r["rank"]), f"{r['norm']:.3g}")
+        texts = (escape(r[key]) for key in ("input", "before", "after", "target"))
+        table.add_row(*texts, took, str(r["rank"]), f"{r['norm']:.3g}")
     stdout.print(table)
     if not all(r["success"] for r in results):
         stdout.print("An edit that did not take may with more updates: add --loop.")
     saved = [r["patch"] for r in results if r["patch"]]
     if saved:
-        stdout.print(f"Saved {saved[0]}" + (f" and {len(saved) - 1} more" if len(saved) > 1 else ""))
+        stdout.print(f"Saved {escape(saved[0])}" + (f" and {len(saved) - 1} more" if len(saved) > 1 else ""))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli.common import Device, Json, Model, Seed, prepare, print_json, stdout, working
@@ -51,7 +52,7 @@ def show(
         print_json({"edits": [edit.to_dict() for edit in patch.edits], **summary, "layers": layers})
         return
     for edit in patch.edits:
-        stdout.print(f"[bold]{edit.x}[/]  {edit.y} → [green]{edit.a}[/]")
+        stdout.print(f"[bold]{escape(edit.x)}[/]  {escape(edit.y or '')} → [green]{escape(edit.a)}[/]")
     table = Table("weight", "shape", "form", "rank", "norm")
     for layer in layers:
         shape = "×".join(map(str, layer["shape"]))
@@ -91,4 +92,6 @@ def apply(
     if as_json:
         print_json({"patches": [str(file) for file in files], "model": model, "output": str(output)})
     else:
-        stdout.print(f"Wrote {output}: {model} with {len(patches)} patch{'es' * (len(patches) > 1)}")
+        stdout.print(
+            f"Wrote {escape(str(output))}: {escape(model)} with {len(patches)} patch{'es' * (len(patches) > 1)}"
+        )

@@ -28,7 +28,9 @@ def split(
     start = time.perf_counter()
     from factpatch.data.records import Counts, read_records
     from factpatch.data.split import split_facts, write_split
+    from factpatch.device import find_device
 
+    find_device(device)
     counts = Counts()
     records = (record for source in data for record in read_records(source, counts, skip_bad=skip_bad))
     parts = split_facts(records, share, seed)

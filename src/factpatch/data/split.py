@@ -16,7 +16,7 @@ from pathlib import Path
 
 from factpatch.data.records import Record
 from factpatch.errors import InputError
-from factpatch.files import atomic_file
+from factpatch.files import atomic_file, refuse_gz
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,10 @@ def split_facts(records: Iterable[Record], share: float, seed: int) -> Split:
 
 def write_split(split: Split, train: str | Path, dev: str | Path) -> None:
     """Both files, or neither, in KILT's form with the question as input."""
+    if Path(train).resolve() == Path(dev).resolve():
+        raise InputError(f"expected two files, found {train} for both train and dev; name another one for dev")
+    refuse_gz(train)
+    refuse_gz(dev)
     with atomic_file(train) as train_scratch, atomic_file(dev) as dev_scratch:
         for records, scratch in ((split.train, train_scratch), (split.dev, dev_scratch)):
             with scratch.open("w", encoding="utf-8") as file:

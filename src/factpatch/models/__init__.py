@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -18,6 +19,7 @@ from factpatch.models.seq2seq import Seq2Seq
 
 __all__ = ["Classifier", "Rows", "Seq2Seq", "TaskModel", "editable_layers", "load_model"]
 
+DROPOUTS = ("dropout", "dropout_rate", "hidden_dropout_prob", "resid_pdrop")  # as configs call it
 TASKS: dict[str, type[TaskModel]] = {"classify": Classifier, "answer": Seq2Seq}
 
 
@@ -27,12 +29,16 @@ def load_model(
     dtype: torch.dtype | None = None,
     task: str | None = None,
     labels: Sequence[str] | None = None,
+    dropout: float | None = None,
 ) -> TaskModel:
     """A task model from a folder or, where no such folder exists, from the hub.
 
     Its kind is read from the config; `task` ("classify" or "answer") asks for one that the config does not name yet,
     as for a bare encoder that is about to be fine-tuned, and `labels` are then what its classifier chooses from.
+    `dropout` replaces what the config says of its layers' dropout.
     """
+    if task not in (None, *TASKS):
+        raise ModelError(f"expected a task out of {', '.join(TASKS)}, found {task!r}")
     place = find_device(device)
     source, local = _source(name)
     verbosity = transformers_logging.get_verbosity()
@@ -40,18 +46,34 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=local)
         kind = TASKS[task] if task else kind_of(config)
+        config.dtype = None  # the weights' own precision, whatever the config says of it
         if labels:
             config.id2label = dict(enumerate(labels))
             config.label2id = {label: i for i, label in enumerate(labels)}
-        model = kind.auto_class.from_pretrained(
-            source, config=config, local_files_only=local, ignore_mismatched_sizes=labels is not None
+        for key in DROPOUTS if dropout is not None else ():
+            if getattr(config, key, None) is not None:
+                setattr(config, key, dropout)
+        model, info = kind.auto_class.from_pretrained(
+            source,
+            config=config,
+            local_files_only=local,
+            ignore_mismatched_sizes=labels is not None,
+            output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"cannot load a model from {name}: {reason}") from error
+        where = f"the folder {source}" if local else f"{name}: there is no such folder here, and the hub gave none"
+        raise ModelError(f"cannot load a model from {where}: {reason}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
+    if task is None and info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ModelError(
+            f"{name} lacks {len(missing)} of the model's weights, such as {missing[0]}; fine-tune it first"
+        )
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ModelError(f"{name} has no tokenizer files beside its weights; save the tokenizer there too")
     loaded = kind(model, tokenizer)
     if dtype is not None and dtype != model.dtype:
         loaded.cast(dtype)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from factpatch.device import varying_shapes
 from factpatch.engine import edited
-from factpatch.errors import InputError
+from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit, same
 from factpatch.files import atomic_folder
 from factpatch.models.layers import editable_layers
@@ -53,7 +53,10 @@ class TaskModel(ABC):
         self.patches: list[Patch] = []
         self.originals: dict[str, Tensor] = {}
         if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
+            fill = model.config.pad_token_id if model.config.pad_token_id is not None else tokenizer.eos_token_id
+            if fill is None:
+                raise ModelError("the tokenizer has neither a padding nor an end token; give it one and save it")
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(fill)
         if model.config.pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
         self.max_input_tokens = _input_limit(model, tokenizer)
@@ -154,6 +157,10 @@ class TaskModel(ABC):
     @varying_shapes()
     def predict_patched(self, patches: Sequence[Patch], inputs: Sequence[str]) -> list[str]:
         """What the model says to each input under that input's own patch; the weights stay as they are."""
+        if len(patches) != len(inputs):
+            raise InputError(f"expected a patch for each input, found {len(patches)} patches and {len(inputs)} inputs")
+        for patch in {id(patch): patch for patch in patches}.values():
+            patch.check_fits(self)
         said: list[str] = []
         for start in range(0, len(inputs), PATCHES_PER_BATCH):
             part = slice(start, start + PATCHES_PER_BATCH)
@@ -193,8 +200,8 @@ class TaskModel(ABC):
 
     def can_read(self, text: str) -> bool:
         """Whether a text is neither empty nor too long for the model."""
-        # A token has at least one byte, special tokens aside, so that most texts need no tokenizer here.
-        fits_surely = len(text.encode()) + 8 <= self.max_input_tokens
+        # A character becomes 18 tokens at most (some normalise to whole phrases), so that most texts are not tokenised.
+        fits_surely = 18 * len(text) + 8 <= self.max_input_tokens
         return bool(text.strip()) and (fits_surely or self.lengths([text])[0] <= self.max_input_tokens)
 
     def check_input(self, text: str) -> None:
@@ -244,7 +251,7 @@ def _input_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     embeddings = next((m for n, m in model.named_modules() if n.endswith("position_embeddings")), None)
     offset = getattr(embeddings, "padding_idx", None)
     limits = [tokenizer.model_max_length]
-    if positions is not None:
+    if positions is not None and positions > 0:
         # RoBERTa and its kin start counting positions after the padding index.
         limits.append(positions - (offset + 1 if offset is not None else 0))
     limit = min(limits)

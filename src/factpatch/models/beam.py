@@ -39,7 +39,14 @@ def knows(config: GenerationConfig) -> bool:
     """Whether this search gives the answers that `generate` would give with these settings."""
     inert = all(getattr(config, name, None) in values for name, values in _INERT.items())
     single_words = all(len(word) == 1 for word in config.bad_words_ids or [])
-    return inert and single_words and config.early_stopping in (True, False, None) and config.eos_token_id is not None
+    return inert and single_words and config.early_stopping in (True, False, None) and _ends_plainly(config)
+
+
+def _ends_plainly(config: GenerationConfig) -> bool:
+    """One end token, which may be said, and a start."""
+    if config.eos_token_id is None or config.decoder_start_token_id is None or len(_end_tokens(config)) > 1:
+        return False
+    return _end_tokens(config) not in (config.bad_words_ids or [])
 
 
 @dataclass

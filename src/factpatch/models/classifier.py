@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification
 
-from factpatch.errors import InputError
+from factpatch.errors import InputError, ModelError
 from factpatch.facts import normalize
 from factpatch.models.base import Encoded, Rows, TaskModel, padded_inputs
 
@@ -25,6 +25,8 @@ class Classifier(TaskModel):
         super().__init__(*args)
         names = self.model.config.id2label or {}
         self.labels = [str(names[i]) for i in sorted(names)]
+        if len({normalize(label) for label in self.labels}) < len(self.labels):
+            raise ModelError(f"labels must differ by more than case and punctuation, found {', '.join(self.labels)}")
 
     def encode_targets(self, targets: Sequence[str]) -> list[int]:
         return [self.labels.index(self.check_target(target)) for target in targets]
@@ -45,6 +47,8 @@ class Classifier(TaskModel):
         return [[self.labels[i] for i in row] for row in ranked.tolist()]
 
     def check_target(self, target: str) -> str:
+        if target in self.labels:
+            return target
         for label in self.labels:
             if normalize(label) == normalize(target):
                 return label

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM
@@ -47,8 +48,17 @@ class Seq2Seq(TaskModel):
 
     def logits(self, rows: Rows) -> Tensor:
         assert rows.labels is not None
-        shifted = self.model.prepare_decoder_input_ids_from_labels(labels=rows.labels)
+        shifted = self._shifted(rows.labels)
         return self.model(**rows.inputs, decoder_input_ids=shifted, use_cache=False).logits.float()
+
+    def _shifted(self, labels: Tensor) -> Tensor:
+        """The decoder's inputs: what it has said before each target token."""
+        own_way = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
+        if own_way is not None:
+            return own_way(labels=labels)
+        start = torch.full_like(labels[:, :1], self.generation.decoder_start_token_id or 0)
+        fill = self.tokenizer.pad_token_id or 0
+        return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == NO_TARGET, fill)], 1)
 
     def losses(self, rows: Rows) -> Tensor:
         assert rows.labels is not None
@@ -58,6 +68,7 @@ class Seq2Seq(TaskModel):
         return token_losses.sum(-1) / (rows.labels != NO_TARGET).sum(-1)
 
     def decide(self, rows: Rows, count: int = 1, drop_done: bool = False) -> list[list[str]]:
+        count = min(count, self.beams)
         if knows(self.generation):
             ids = beam_search(self.model, rows.inputs, self.generation, drop_done)[:, :count].flatten(0, 1)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from factpatch.data.records import Counts, Record, source_hash
 from factpatch.device import varying_shapes
 from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize
-from factpatch.files import atomic_folder
+from factpatch.files import atomic_folder, check_writable
 from factpatch.metrics import accuracy
 from factpatch.models import Seq2Seq, load_model
 from factpatch.models.seq2seq import MAX_ANSWER_TOKENS, NO_TARGET
@@ -50,19 +51,24 @@ class FitConfig:
     max_tokens: int = 32  # longer inputs are cut
     entropy: float = 0.1  # classifiers: how much of the predictions' entropy is taken off the loss
     label_smoothing: float = 0.1  # encoder-decoders
-    holdout: int = 1000  # records of train that choose the best weights, a tenth of all at most
+    dropout: float | None = None  # as the model's config says, if left out
+    holdout: int | None = None  # records of train that choose the best weights: 1000 claims, or 500 facts
     validations: int = 20  # how often they do
     checkpoint_seconds: float = 60.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        positive = ("lr", "batch", "epochs", "max_tokens", "holdout", "validations")
-        problems = [f"{name}={getattr(self, name)} must be above 0" for name in positive if getattr(self, name) <= 0]
-        problems += [
-            f"{n}={v} must be above 0" for n in ("steps", "minutes") if (v := getattr(self, n)) is not None and v <= 0
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        positive = ("lr", "batch", "epochs", "max_tokens", "validations", "steps", "minutes", "holdout")
+        problems = [
+            f"{name}={values[name]} must be above 0" for name in positive if not 0 < values.get(name, 1) < math.inf
         ]
+        if not self.checkpoint_seconds >= 0:
+            problems.append(f"checkpoint_seconds={self.checkpoint_seconds} must not be below 0")
         if self.task not in ("classify", "answer"):
             problems.append(f"task={self.task} must be classify or answer")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            problems.append(f"dropout={self.dropout} must be at least 0 and below 1")
         if problems:
             raise InputError("; ".join(problems))
 
@@ -92,8 +98,16 @@ class Fit:
         self.metrics: list[dict[str, Any]] = []
         if resume and not has_checkpoint(self.checkpoint):
             raise FileError(f"nothing to resume: expected a checkpoint in {self.checkpoint}; start without --resume")
-        if not resume and self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
+        if not resume and self._in_use():
             raise FileError(f"{self.output} is in use; go on with its run by --resume, or choose another --output")
+
+        check_writable(self.output)
+
+    def _in_use(self) -> bool:
+        """A folder in which a run was killed before its first checkpoint is as good as empty."""
+        if not self.output.is_dir():
+            return self.output.exists()
+        return has_checkpoint(self.checkpoint) or any(path != self.checkpoint for path in self.output.iterdir())
 
     def run(
         self,
@@ -116,12 +130,12 @@ class Fit:
                 f"expected 2 to 100 labels in {train}, found {len(labels)}; for free answers use --task answer"
             )
         # On a GPU the mixed precision of Accelerate; on CPU float32 throughout.
-        self.model = load_model(self.model_name, self.device, torch.float32, config.task, labels)
+        self.model = load_model(self.model_name, self.device, torch.float32, config.task, labels, config.dropout)
         on_gpu = self.model.device.type == "cuda"
         self.accelerator = Accelerator(mixed_precision="bf16" if on_gpu else "no", cpu=not on_gpu)
         self.model.model.to(self.accelerator.device)
         dev_records, dev_counts = read_answered(dev, skip_bad, self.model) if dev else ([], Counts())
-        held_out, kept = hold_out(records, config.holdout, config.seed)
+        held_out, kept = hold_out(records, config.holdout or (1000 if labels else 500), config.seed)
         examples = self._examples(kept)
         if config.task == "answer":
             self._set_answer_length(examples)
@@ -179,7 +193,7 @@ class Fit:
                 if done >= 1:
                     break
                 for group in optimizer.param_groups:
-                    group["lr"] = config.lr * schedule(done, min(0.1, config.warmup / total))
+                    group["lr"] = config.lr * schedule(min(1.0, done + 0.5 / total), min(0.1, config.warmup / total))
                 loss = self._step(batch, optimizer)
                 self.step += 1
                 done, stop = self._agree(share(), asked_to_stop.is_set())
