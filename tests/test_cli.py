@@ -144,3 +144,11 @@ def test_version(run) -> None:
     from factpatch import __version__
 
     assert run("--version").out.strip() == __version__
+
+
+def test_text_in_brackets_is_shown_as_it_is(edit, run, home: Path, tmp_path: Path) -> None:
+    target = load_model(home / "model", "cpu").candidates(["a [/b] [red] lake"], 2)[0][1]
+    shown = edit("--input", "a [/b] [red] lake", "--target", target, "--save", tmp_path / "p.safetensors")
+    assert shown.code == 0
+    assert "[/b]" in shown.out
+    assert "a [/b] [red] lake" in run("patch", "show", tmp_path / "p.safetensors").out

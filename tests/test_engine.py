@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from factpatch.editors import HyperNetwork
 from factpatch.engine import capture, edited
+from factpatch.errors import ModelError
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
 
@@ -160,3 +161,40 @@ def test_nothing_of_the_weights_size_is_made_per_edit() -> None:
     with torch.no_grad(), _Largest() as largest, edited(model.layers, editor.update(model, batch)):
         model.logits(batch.rows)
     assert 0 < largest.numel < count * smallest_matrix
+
+
+def test_models_that_put_tokens_first_are_refused() -> None:
+    """Their rows could not be told apart, and edits would mix without a word."""
+    model = tiny.build("bert")
+    rows = model.rows(QUESTIONS[:2], ["LABEL_0", "LABEL_1"])
+    name, layer = next(iter(model.layers.items()))
+
+    class TokensFirst(nn.Module):
+        def forward(self, x):
+            return layer(x.transpose(0, 1)).transpose(0, 1)
+
+    attention = model.model.bert.encoder.layer[0].attention.self
+    attention.query = TokensFirst()
+    with pytest.raises(ModelError, match=f"{name} sees inputs of shape"):
+        capture(model.layers, lambda: model.losses(rows))
+
+
+def test_what_writes_into_a_layers_output_does_not_change_its_gradient() -> None:
+    model = tiny.build("bert")
+    rows = model.rows(QUESTIONS, ["LABEL_0", "LABEL_1", "LABEL_2"])
+    expected = capture(model.layers, lambda: model.losses(rows))
+
+    class InPlace(nn.GELU):
+        def forward(self, x):
+            return super().forward(x.mul_(1.0))
+
+    model.model.bert.encoder.layer[0].intermediate.intermediate_act_fn = InPlace()
+    found = capture(model.layers, lambda: model.losses(rows))
+    assert all(torch.allclose(found[name].D, trace.D, atol=1e-7) for name, trace in expected.items())
+
+
+def test_propose_works_inside_inference_mode() -> None:
+    model = tiny.build("bart")
+    with torch.inference_mode():
+        (patch,) = loud_editor(model).propose(model, [FactEdit(QUESTIONS[0], "paris", "gitega")])
+    assert patch.rank > 1

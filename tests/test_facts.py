@@ -48,6 +48,9 @@ def test_edits_are_read_plain_and_gzipped(tmp_path: Path) -> None:
         (b'{"input": "x"}', 'a text in "target", found null'),
         (b'{"input": 3, "target": "a"}', 'a text in "input", found 3'),
         (b'{"input": "\xff", "target": "a"}', "expected UTF-8, found byte 0xff"),
+        (b'{"input": "\\ud83d", "target": "a"}', "half of a surrogate pair"),
+        (b"[" * 100_000, "cannot be read"),
+        (b'{"input": ' + b"1" * 5000 + b"}", "cannot be read"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:

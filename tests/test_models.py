@@ -173,6 +173,29 @@ def test_models_without_transformer_blocks() -> None:
         editable_layers(images)
 
 
+def test_labels_that_cannot_be_told_apart() -> None:
+    with pytest.raises(ModelError, match="differ by more than case and punctuation"):
+        tiny.build("bert", id2label={0: "-1", 1: "0", 2: "1"}, label2id={"-1": 0, "0": 1, "1": 2})
+
+
+def test_no_more_answers_than_beams() -> None:
+    assert [len(ranked) for ranked in tiny.build("bart").candidates(QUESTIONS, count=9)] == [5, 5, 5]
+
+
+@pytest.mark.parametrize(("missing", "reason"), [("weights", "lacks .* weights"), ("tokenizer", "tokenizer")])
+def test_half_a_model(tmp_path: Path, missing: str, reason: str) -> None:
+    model = tiny.build("bert")
+    model.save(tmp_path / "m")
+    if missing == "weights":
+        model.model.bert.save_pretrained(tmp_path / "bare")
+        (tmp_path / "bare" / "model.safetensors").replace(tmp_path / "m" / "model.safetensors")
+    else:
+        for file in (tmp_path / "m").glob("tokenizer*"):
+            file.unlink()
+    with pytest.raises(ModelError, match=reason):
+        load_model(tmp_path / "m", "cpu")
+
+
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c"])
 def test_folders_that_do_not_exist(name: str) -> None:
     with pytest.raises(ModelError, match="expected a model folder"):

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 from factpatch.deltas import Dense, LowRank, add
 from factpatch.editors import HyperNetwork
-from factpatch.errors import FileError, MismatchError
+from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
-from factpatch.patch import Patch, stack_patches
+from factpatch.patch import Patch, _checksum, stack_patches
 
 
 @pytest.fixture
@@ -144,7 +144,36 @@ def test_revert_of_a_patch_that_is_not_on_the_model(bert: TaskModel, patches: li
         patches[0].revert(bert)
 
 
+def test_a_patch_that_is_on_twice_comes_off_once(bert: TaskModel, patches: list[Patch]) -> None:
+    patches[0].apply(bert)
+    once = weights_of(bert)
+    with patches[0].applied(bert):
+        assert len(bert.patches) == 2
+    assert_untouched(bert, once)
+
+
 # Bad input
+
+
+def test_each_input_needs_its_own_patch(bert: TaskModel, patches: list[Patch]) -> None:
+    with pytest.raises(InputError, match="3 patches and 2 inputs"):
+        bert.predict_patched(patches, QUESTIONS[:2])
+    with pytest.raises(MismatchError, match="made for weights"):
+        tiny.build("bert", seed=7).predict_patched(patches, QUESTIONS)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [{"w:A": torch.zeros(2, 3)}, {"w": torch.zeros(2)}, {"w:delta": torch.tensor([[float("nan")]])}],
+    ids=["half a factor", "no part", "not finite"],
+)
+def test_files_that_hold_no_change_of_a_weight(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A right checksum over wrong content."""
+    metadata = {"format": "factpatch-patch-1", "base": "b", "method": "m", "edits": "[]"}
+    metadata["checksum"] = _checksum(metadata, tensors)
+    save_file(tensors, tmp_path / "p.safetensors", metadata=metadata)
+    with pytest.raises(FileError, match="no whole patch"):
+        Patch.load(tmp_path / "p.safetensors")
 
 
 def test_a_patch_for_other_weights_is_refused(bert: TaskModel, patches: list[Patch]) -> None:

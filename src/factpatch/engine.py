@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from factpatch.deltas import Delta
+from factpatch.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def capture(layers: Mapping[str, nn.Module], losses: Callable[[], Tensor]) -> di
                 output = output.detach().requires_grad_()
             inputs[name].append(args[0].detach())
             outputs[name].append(output)
-            return output
+            return output.clone()  # what follows may write into it, and D belongs to what the layer said
 
         return hook
 
@@ -61,6 +62,8 @@ def capture(layers: Mapping[str, nn.Module], losses: Callable[[], Tensor]) -> di
         pairs = [(x, y, next(gradients)) for x, y in zip(inputs[name], outputs[name], strict=True)]
         if not pairs:
             continue
+        for x, _, _ in pairs:
+            _check_rows_first(name, x, x.dim() <= 2 or x.shape[0] == edits)
         X = [x.reshape(edits, -1, x.shape[-1]) for x, _, _ in pairs]
         D = [(torch.zeros_like(y) if g is None else g).reshape(edits, -1, y.shape[-1]) for _, y, g in pairs]
         traces[name] = Trace(_joined(X), _joined(D))
@@ -75,10 +78,11 @@ def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iter
     order when it repeats rows for its beams, and cached keys and values belong to their rows, so both just work.
     """
 
-    def run_under(delta: Delta) -> Callable[..., Tensor]:
+    def run_under(name: str, delta: Delta) -> Callable[..., Tensor]:
         edits = next(iter(delta.tensors.values())).shape[0]
 
         def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            _check_rows_first(name, args[0], args[0].shape[0] % edits == 0)
             x = args[0].reshape(edits, -1, args[0].shape[-1])  # (edits, rows·tokens, in)
             y = output.reshape(edits, -1, output.shape[-1])  # (edits, rows·tokens, out)
             return delta.add_rows(y, x).reshape(output.shape)
@@ -87,8 +91,17 @@ def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iter
 
     with ExitStack() as stack:
         for name, delta in deltas.items():
-            stack.callback(layers[name].register_forward_hook(run_under(delta)).remove)
+            stack.callback(layers[name].register_forward_hook(run_under(name, delta)).remove)
         yield
+
+
+def _check_rows_first(name: str, x: Tensor, holds: bool) -> None:
+    """Edits are told apart by their rows, so a layer must see rows first. Some models put tokens first."""
+    if not holds:
+        raise ModelError(
+            f"{name} sees inputs of shape {tuple(x.shape)}, not one row for each text first; "
+            "models of this architecture cannot be edited"
+        )
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

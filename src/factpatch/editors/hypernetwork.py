@@ -129,6 +129,7 @@ class HyperNetwork(nn.Module):
 
     # EditMethod
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def propose(self, model: TaskModel, edits: Sequence[FactEdit], loop: int = 1) -> list[Patch]:
         """A patch for each edit.

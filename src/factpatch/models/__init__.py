@@ -69,9 +69,7 @@ def load_model(
         transformers_logging.set_verbosity(verbosity)
     if task is None and info["missing_keys"]:
         missing = sorted(info["missing_keys"])
-        raise ModelError(
-            f"{name} lacks {len(missing)} of the model's weights, such as {missing[0]}; fine-tune it first"
-        )
+        raise ModelError(f"{name} lacks {len(missing)} weights of its model, such as {missing[0]}; fine-tune it first")
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelError(f"{name} has no tokenizer files beside its weights; save the tokenizer there too")
     loaded = kind(model, tokenizer)

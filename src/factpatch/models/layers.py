@@ -25,6 +25,8 @@ def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
             f"{type(model).__name__} has no linear layers inside transformer blocks, so there is nothing to edit; "
             "use a model whose blocks are made of nn.Linear or Conv1D"
         )
+    if len({id(layer.weight) for layer in layers.values()}) < len(layers):
+        raise ModelError(f"{type(model).__name__} ties weights of its blocks to each other; untie them to edit it")
     for name, layer in layers.items():
         if not layer.weight.is_floating_point():
             raise ModelError(f"{name} is stored as {layer.weight.dtype}; load the model unquantised to edit it")
