@@ -185,8 +185,8 @@ def test_what_writes_into_a_layers_output_does_not_change_its_gradient() -> None
     expected = capture(model.layers, lambda: model.losses(rows))
 
     class InPlace(nn.GELU):
-        def forward(self, x):
-            return super().forward(x.mul_(1.0))
+        def forward(self, input):
+            return super().forward(input.mul_(1.0))
 
     model.model.bert.encoder.layer[0].intermediate.intermediate_act_fn = InPlace()
     found = capture(model.layers, lambda: model.losses(rows))
