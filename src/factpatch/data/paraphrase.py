@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from factpatch.data.records import Counts, read_records, source_hash
-from factpatch.data.revisions import chunks
+from factpatch.data.chunked import write_in_chunks
+from factpatch.data.records import Record
 from factpatch.errors import ModelError
 from factpatch.facts import normalize, read_jsonl
-from factpatch.files import ResumableLines
 from factpatch.models import Seq2Seq, TaskModel
 
 CHUNK = 2048  # claims that are translated together and written together
@@ -67,18 +65,22 @@ def paraphrase(
 ) -> dict[str, Any]:
     """Writes the records with `rephrases` made anew. A killed run is taken up where it stopped."""
     models = (round_trip.forward, round_trip.backward)
-    settings = {"data": source_hash(source), "models": [model.fingerprint for model in models]}
-    lines = ResumableLines(output, settings, CHUNK)
-    counts = Counts()
-    check = round_trip.forward.check_input
-    records = read_records(source, counts, check=lambda record: check(record.input), skip_bad=skip_bad)
-    on_done(sum(1 for _ in islice(records, lines.done)))
-    for chunk in chunks(records, CHUNK):
+
+    def work(chunk: list[Record]) -> list[str]:
         found = round_trip.paraphrases([record.input for record in chunk])
         made = ({**r.to_dict(), "rephrases": texts} for r, texts in zip(chunk, found, strict=True))
-        lines.write([json.dumps(record, ensure_ascii=False) for record in made])
-        on_done(len(chunk))
-    lines.finish()
+        return [json.dumps(record, ensure_ascii=False) for record in made]
+
+    counts = write_in_chunks(
+        source,
+        output,
+        work,
+        settings={"models": [model.fingerprint for model in models], "dtypes": [str(m.model.dtype) for m in models]},
+        size=CHUNK,
+        check=lambda record: round_trip.forward.check_input(record.input),
+        skip_bad=skip_bad,
+        on_done=on_done,
+    )
     numbers = list(read_jsonl(output, lambda record: len(record["rephrases"])))
     return {
         "records": counts.read,

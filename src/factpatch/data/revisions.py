@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from factpatch.data.records import Counts, Record, read_records, source_hash
+from factpatch.data.chunked import write_in_chunks
+from factpatch.data.records import Record
 from factpatch.facts import Revision, normalize, read_revisions, same
-from factpatch.files import ResumableLines
 from factpatch.models import Classifier, TaskModel
 
 CHUNK = 4096  # records that are predicted together and written together
@@ -30,15 +29,16 @@ def revise(
             for answer in record.answers:
                 model.check_target(answer)
 
-    settings = {"data": source_hash(source), "model": model.fingerprint, "dtype": str(model.model.dtype)}
-    lines = ResumableLines(output, settings, CHUNK)
-    counts = Counts()
-    records = read_records(source, counts, check=check, skip_bad=skip_bad)
-    on_done(sum(1 for _ in islice(records, lines.done)))
-    for chunk in chunks(records, CHUNK):
-        lines.write([revision.to_json() for revision in revise_records(model, chunk)])
-        on_done(len(chunk))
-    lines.finish()
+    counts = write_in_chunks(
+        source,
+        output,
+        lambda chunk: [revision.to_json() for revision in revise_records(model, chunk)],
+        settings={"model": model.fingerprint, "dtype": str(model.model.dtype)},
+        size=CHUNK,
+        check=check,
+        skip_bad=skip_bad,
+        on_done=on_done,
+    )
     return {**_summary(output), "records": counts.read, "left_out": counts.left_out, "bad": counts.bad}
 
 
@@ -80,11 +80,6 @@ def alternatives(model: TaskModel, record: Record, outputs: Sequence[str]) -> tu
         if text.strip():
             kept.setdefault(normalize(text), text)
     return tuple(kept.values())[1:]
-
-
-def chunks(records: Iterator[Record], size: int) -> Iterator[list[Record]]:
-    while chunk := list(islice(records, size)):
-        yield chunk
 
 
 def _summary(output: str | Path) -> dict[str, Any]:
