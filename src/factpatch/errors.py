@@ -23,3 +23,7 @@ class FileError(FactpatchError):
 
 class DeviceError(FactpatchError):
     """A device that this machine does not have."""
+
+
+class TrainingError(FactpatchError):
+    """A run that cannot go on."""

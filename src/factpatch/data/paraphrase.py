@@ -20,27 +20,22 @@ class RoundTrip:
     """Two translation models, one there and one back."""
 
     def __init__(self, forward: TaskModel, backward: TaskModel):
-        for model in (forward, backward):
-            if not isinstance(model, Seq2Seq):
-                raise ModelError(
-                    f"expected a translation model, found a {model.kind}; use a MarianMT folder or hub name"
-                )
-        self.forward, self.backward = forward, backward
+        self.forward, self.backward = _translator(forward), _translator(backward)
 
     def paraphrases(self, texts: Sequence[str]) -> list[list[str]]:
         """Up to 25 for each text, best first: ordered by the sum of the two beam ranks, without copies of the text."""
         there = self._translate(self.forward, texts)
-        pivots = [p for p in dict.fromkeys(pivot for ranked in there for pivot in ranked) if self.backward.can_read(p)]
-        back = dict(zip(pivots, self._translate(self.backward, pivots), strict=True))
-        return [self._ordered(text, ranked, back) for text, ranked in zip(texts, there, strict=True)]
+        back = self._translate(self.backward, [pivot for ranked in there.values() for pivot in ranked])
+        return [self._ordered(text, there.get(text, []), back) for text in texts]
 
     @staticmethod
-    def _translate(model: TaskModel, texts: Sequence[str]) -> list[list[str]]:
-        assert isinstance(model, Seq2Seq)
+    def _translate(model: Seq2Seq, texts: Sequence[str]) -> dict[str, list[str]]:
+        """Five translations of each text that the model can read."""
+        encoded = model.readable(texts)
         # A translation is about as long as its source; one that is far longer repeats itself.
-        longest = 2 * max(model.lengths(texts), default=0) + 8
+        longest = 2 * max((len(one["input_ids"]) for one in encoded.values()), default=0) + 8
         model.limit_answers(min(longest, model.max_input_tokens - 1))
-        return model.candidates(texts)
+        return dict(zip(encoded, model.rank(list(encoded.values())), strict=True))
 
     @staticmethod
     def _ordered(text: str, pivots: Sequence[str], back: dict[str, list[str]]) -> list[str]:
@@ -54,6 +49,12 @@ class RoundTrip:
         for _, _, paraphrase in sorted(ranked, key=lambda item: item[:2]):
             kept.setdefault(normalize(paraphrase), paraphrase)
         return list(kept.values())[1:]
+
+
+def _translator(model: TaskModel) -> Seq2Seq:
+    if not isinstance(model, Seq2Seq):
+        raise ModelError(f"expected a translation model, found a {model.kind}; use a MarianMT folder or hub name")
+    return model
 
 
 def paraphrase(

@@ -45,9 +45,8 @@ def revise(
 def revise_records(model: TaskModel, records: Sequence[Record]) -> list[Revision]:
     """All in a few batches: every input with its alternatives, every paraphrase with its prediction."""
     ranked = model.candidates([record.input for record in records])
-    texts = list(dict.fromkeys(text for r in records for text in (*r.rephrases, *r.human_rephrases)))
-    readable = [text for text in texts if model.can_read(text)]
-    said = dict(zip(readable, model.predict(readable), strict=True))
+    readable = model.readable([text for r in records for text in (*r.rephrases, *r.human_rephrases)])
+    said = dict(zip(readable, (best for best, *_ in model.rank(list(readable.values()), count=1)), strict=True))
 
     def agreeing(record: Record, rephrases: Sequence[str], prediction: str) -> tuple[str, ...]:
         """Those that the model answers alike; none that is the input, or another of them, after normalising."""

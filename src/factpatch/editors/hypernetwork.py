@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -67,6 +68,11 @@ class EditBatch:
     condition: Condition
 
 
+def condition_text(edit: FactEdit) -> str:
+    """Only ever read by the LSTM, never parsed back, and not cut: x's tail matters."""
+    return f"{edit.y} >> {edit.a} || {edit.x}"
+
+
 class HyperNetwork(nn.Module):
     """One editor for one model: an EditMethod."""
 
@@ -87,9 +93,20 @@ class HyperNetwork(nn.Module):
         )
 
     @classmethod
-    def for_model(cls, model: TaskModel, config: EditorConfig | None = None) -> HyperNetwork:
-        """A fresh, untrained editor of all the model's editable weights."""
-        shapes = {name: weight_shape(layer) for name, layer in model.layers.items()}
+    def for_model(
+        cls, model: TaskModel, config: EditorConfig | None = None, layers: Sequence[str] = ("*",)
+    ) -> HyperNetwork:
+        """A fresh, untrained editor of the model's editable weights whose names match one of the patterns."""
+        for pattern in layers:
+            if not any(fnmatchcase(name, pattern) for name in model.layers):
+                raise InputError(
+                    f"no editable weight is called {pattern}; they are called like {next(iter(model.layers))}"
+                )
+        shapes = {
+            name: weight_shape(layer)
+            for name, layer in model.layers.items()
+            if any(fnmatchcase(name, pattern) for pattern in layers)
+        }
         # A copy: training the editor must not move the model's own embeddings.
         embeddings = model.word_embeddings.detach().float().clone()
         return cls(shapes, embeddings, model.fingerprint, config or EditorConfig()).to(model.device)
@@ -113,9 +130,7 @@ class HyperNetwork(nn.Module):
 
     def batch(self, model: TaskModel, edits: Sequence[FactEdit]) -> EditBatch:
         """The edits as tensors on the model's device. Their `y` must be known."""
-        # The text is only ever read by the LSTM, never parsed back, and not cut: x's tail matters.
-        texts = [f"{edit.y} >> {edit.a} || {edit.x}" for edit in edits]
-        ids = model.tokenizer(texts, verbose=False)["input_ids"]
+        ids = model.tokenizer([condition_text(edit) for edit in edits], verbose=False)["input_ids"]
         lengths = torch.tensor([len(row) for row in ids]).to(model.device)
         rows = model.rows([edit.x for edit in edits], [edit.a for edit in edits])
         return EditBatch(rows, Condition(padded(ids, 0, model.device), lengths))
@@ -213,6 +228,17 @@ class HyperNetwork(nn.Module):
                 f"no readable editor in {folder} ({reason}); expected config.json and editor.safetensors"
             ) from error
         return editor
+
+
+@dataclass(frozen=True)
+class Looped:
+    """An editor that updates until an edit takes, at most `updates` times: an EditMethod."""
+
+    editor: HyperNetwork
+    updates: int = 5
+
+    def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
+        return self.editor.propose(model, edits, loop=self.updates)
 
 
 class FactEncoder(nn.Module):

@@ -35,6 +35,7 @@ class Rows:
 
     inputs: dict[str, Tensor]  # what the model's forward takes, each (rows, tokens)
     labels: Tensor | None = None  # (rows,) class numbers, or (rows, tokens) with -100 where there is no target
+    places: Tensor | None = None  # the targets that count, numbered through rows and their tokens; all, if left out
 
     def __len__(self) -> int:
         return len(self.inputs["input_ids"])
@@ -107,6 +108,17 @@ class TaskModel(ABC):
         """Scores of the labels, (rows, labels), or of each target token, (rows, tokens, vocabulary)."""
 
     @abstractmethod
+    def features(self, rows: Rows) -> Tensor:
+        """What `scores` makes logits of, at each of the rows' places: (places, width).
+
+        A narrow thing to keep where the logits of a whole vocabulary would be a thousand times as much.
+        """
+
+    @abstractmethod
+    def scores(self, features: Tensor) -> Tensor:
+        """The logits of features: (places, labels or vocabulary), in float32."""
+
+    @abstractmethod
     def losses(self, rows: Rows) -> Tensor:
         """Plain cross-entropy of each row's target, averaged over the row's target tokens: (rows,)."""
 
@@ -127,15 +139,19 @@ class TaskModel(ABC):
         """What the model says to each input; with `cut` also to inputs that are longer than it can read, shortened."""
         return [ranked[0] for ranked in self.candidates(inputs, count=1, cut=cut)]
 
+    def candidates(self, inputs: Sequence[str], count: int = 5, cut: bool = False) -> list[list[str]]:
+        """The `count` best outputs for each input, best first."""
+        encoded = self.encode(inputs, self.max_input_tokens if cut else None)
+        if not cut:
+            for text, one in zip(inputs, encoded, strict=True):
+                self._check(text, len(one["input_ids"]))
+        return self.rank(encoded, count)
+
     @torch.no_grad()
     @varying_shapes()
-    def candidates(self, inputs: Sequence[str], count: int = 5, cut: bool = False) -> list[list[str]]:
-        """The `count` best outputs for each input, best first; inputs of like length share a batch."""
-        if not cut:
-            for text in inputs:
-                self.check_input(text)
-        encoded = self.encode(inputs, self.max_input_tokens if cut else None)
-        found: list[list[str]] = [[] for _ in inputs]
+    def rank(self, encoded: Sequence[Encoded], count: int = 5) -> list[list[str]]:
+        """The same for encoded texts; those of like length share a batch."""
+        found: list[list[str]] = [[] for _ in encoded]
         for batch in self.batches([len(one["input_ids"]) for one in encoded]):
             decided = self._decide_in_parts([encoded[i] for i in batch], count)
             for i, outputs in zip(batch, decided, strict=True):
@@ -198,20 +214,26 @@ class TaskModel(ABC):
         """How many tokens the model reads of each text."""
         return [len(one["input_ids"]) for one in self.encode(texts)]
 
-    def can_read(self, text: str) -> bool:
-        """Whether a text is neither empty nor too long for the model."""
-        # A character becomes 18 tokens at most (some normalise to whole phrases), so that most texts are not tokenised.
-        fits_surely = 18 * len(text) + 8 <= self.max_input_tokens
-        return bool(text.strip()) and (fits_surely or self.lengths([text])[0] <= self.max_input_tokens)
-
     def check_input(self, text: str) -> None:
+        # A character becomes 18 tokens at most (some normalise to whole phrases), one of ASCII a single one; so most
+        # texts need not be tokenised to know that they fit.
+        fits_surely = (1 if text.isascii() else 18) * len(text) + 8 <= self.max_input_tokens
+        self._check(text, 0 if fits_surely else self.lengths([text])[0])
+
+    def _check(self, text: str, tokens: int) -> None:
         if not text.strip():
             raise InputError("expected an input text, found an empty one; give the question or claim to edit")
-        if not self.can_read(text):
+        if tokens > self.max_input_tokens:
             raise InputError(
-                f"the model reads at most {self.max_input_tokens} tokens, this input has {self.lengths([text])[0]}; "
+                f"the model reads at most {self.max_input_tokens} tokens, this input has {tokens}; "
                 f"shorten it: {text[:60]!r}..."
             )
+
+    def readable(self, texts: Sequence[str]) -> dict[str, Encoded]:
+        """Those of the texts that are neither empty nor too long for the model, encoded."""
+        there = [text for text in dict.fromkeys(texts) if text.strip()]
+        encoded = zip(there, self.encode(there), strict=True)
+        return {text: one for text, one in encoded if len(one["input_ids"]) <= self.max_input_tokens}
 
     def resolve(self, edits: Sequence[FactEdit]) -> list[FactEdit]:
         """The edits checked, with the model's own prediction filled in where `y` is missing."""

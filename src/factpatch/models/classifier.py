@@ -38,6 +38,13 @@ class Classifier(TaskModel):
     def logits(self, rows: Rows) -> Tensor:
         return self.model(**rows.inputs).logits.float()
 
+    def features(self, rows: Rows) -> Tensor:
+        logits = self.model(**rows.inputs).logits
+        return logits if rows.places is None else logits.index_select(0, rows.places)
+
+    def scores(self, features: Tensor) -> Tensor:
+        return features.float()
+
     def losses(self, rows: Rows) -> Tensor:
         assert rows.labels is not None
         return F.cross_entropy(self.logits(rows), rows.labels, reduction="none")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM
 
@@ -50,6 +50,28 @@ class Seq2Seq(TaskModel):
         assert rows.labels is not None
         shifted = self._shifted(rows.labels)
         return self.model(**rows.inputs, decoder_input_ids=shifted, use_cache=False).logits.float()
+
+    def features(self, rows: Rows) -> Tensor:
+        """What the LM head reads. It is run for the places alone: most of a padded batch's tokens are no targets."""
+        assert rows.labels is not None
+        read: list[Tensor] = []
+
+        def pick(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+            hidden = args[0].flatten(0, 1)  # (rows·tokens, width)
+            read.append(hidden if rows.places is None else hidden.index_select(0, rows.places))
+            return (read[0][:0, None],)  # no token is left for the head itself
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(pick)
+        try:
+            self.model(**rows.inputs, decoder_input_ids=self._shifted(rows.labels), use_cache=False)
+        finally:
+            handle.remove()
+        return read[0]
+
+    def scores(self, features: Tensor) -> Tensor:
+        bias = getattr(self.model, "final_logits_bias", None)  # BART's and its kin
+        logits = self.model.get_output_embeddings()(features)
+        return (logits if bias is None else logits + bias).float()
 
     def _shifted(self, labels: Tensor) -> Tensor:
         """The decoder's inputs: what it has said before each target token."""

@@ -19,12 +19,11 @@ from factpatch.data.records import Counts, Record, source_hash
 from factpatch.device import varying_shapes
 from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize
-from factpatch.files import atomic_folder, check_writable
+from factpatch.files import atomic_folder
 from factpatch.metrics import accuracy
 from factpatch.models import Seq2Seq, load_model
 from factpatch.models.seq2seq import MAX_ANSWER_TOKENS, NO_TARGET
 from factpatch.training.checkpoint import (
-    has_checkpoint,
     load_checkpoint,
     optimizer_tensors,
     random_state,
@@ -34,6 +33,7 @@ from factpatch.training.checkpoint import (
     stop_signals,
 )
 from factpatch.training.examples import Example, batches_from, hold_out, read_answered
+from factpatch.training.run import Clock, RunFolder, agree, copy_of, schedule, sum_gradients
 
 
 @dataclass(frozen=True)
@@ -91,23 +91,10 @@ class Fit:
     ):
         self.config = config
         self.model_name = model_name
-        self.output = Path(output)
+        self.folder = RunFolder(output, resume)
         self.resume = resume
         self.device = device
-        self.checkpoint = self.output / "checkpoint"
         self.metrics: list[dict[str, Any]] = []
-        if resume and not has_checkpoint(self.checkpoint):
-            raise FileError(f"nothing to resume: expected a checkpoint in {self.checkpoint}; start without --resume")
-        if not resume and self._in_use():
-            raise FileError(f"{self.output} is in use; go on with its run by --resume, or choose another --output")
-
-        check_writable(self.output)
-
-    def _in_use(self) -> bool:
-        """A folder in which a run was killed before its first checkpoint is as good as empty."""
-        if not self.output.is_dir():
-            return self.output.exists()
-        return has_checkpoint(self.checkpoint) or any(path != self.checkpoint for path in self.output.iterdir())
 
     def run(
         self,
@@ -140,11 +127,9 @@ class Fit:
         if config.task == "answer":
             self._set_answer_length(examples)
 
-        start = time.perf_counter()
-        stopped = not self._train(examples, held_out, watch)
-        seconds = time.perf_counter() - start + self.earlier_seconds
-        if stopped:
-            raise FileError(f"stopped on request; go on with --resume, the checkpoint is in {self.checkpoint}")
+        if not self._train(examples, held_out, watch):
+            raise FileError(f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}")
+        seconds = self.clock.seconds()
         name = "accuracy" if config.task == "classify" else "exact_match"
         result: dict[str, Any] = {
             name: self._score(dev_records) if dev_records else None,
@@ -174,19 +159,13 @@ class Fit:
         )
         per_epoch = -(-len(examples) // config.batch)
         total = config.steps or max(1, round(config.epochs * per_epoch))
-        self.step, self.best_step, self.best_score, self.earlier_seconds = 0, 0, -1.0, 0.0
-        self.best = _copy_of(network)
-        score = self._take_up(optimizer) if self.resume else None
-        begin = saved = time.perf_counter()
+        self.step, self.best_step, self.best_score = 0, 0, -1.0
+        self.best = copy_of(network)
+        earlier, score = self._take_up(optimizer) if self.resume else (0.0, None)
+        self.clock = Clock(total, config.minutes, earlier)
+        saved = time.perf_counter()
         loss = torch.zeros(())
-
-        def share() -> float:
-            """How much of the run is done: of its steps, or of its time."""
-            if config.minutes is None:
-                return self.step / total
-            return min(1.0, (time.perf_counter() - begin + self.earlier_seconds) / (60 * config.minutes))
-
-        done = share()
+        done = self.clock.share(self.step)
         validated = int(done * config.validations)
         with stop_signals() as asked_to_stop:
             for batch in batches_from(examples, config.batch, config.seed, self.step):
@@ -196,30 +175,22 @@ class Fit:
                     group["lr"] = config.lr * schedule(min(1.0, done + 0.5 / total), min(0.1, config.warmup / total))
                 loss = self._step(batch, optimizer)
                 self.step += 1
-                done, stop = self._agree(share(), asked_to_stop.is_set())
+                done, stop = agree(self.accelerator, self.clock.share(self.step), asked_to_stop.is_set())
                 due = int(done * config.validations) > validated or done >= 1
                 if due:
                     validated = int(done * config.validations)
-                    score = self._validate(held_out, float(loss), time.perf_counter() - begin + self.earlier_seconds)
+                    score = self._validate(held_out, float(loss))
                 if due or self.step % 10 == 0:
                     watch(Status(self.step, done, float(loss), score))
                 overdue = time.perf_counter() - saved > config.checkpoint_seconds
                 if stop or overdue:
-                    self._checkpoint(optimizer, time.perf_counter() - begin + self.earlier_seconds)
+                    self._checkpoint(optimizer)
                     saved = time.perf_counter()
                 if stop:
                     return False
         network.load_state_dict(self.best)
         network.eval().requires_grad_(False)
         return True
-
-    def _agree(self, share: float, stop: bool) -> tuple[float, bool]:
-        """Where the run stands and whether it was asked to stop, the same in all processes."""
-        if self.accelerator.num_processes == 1:
-            return share, stop
-        said = torch.tensor([share, float(stop)], device=self.accelerator.device, dtype=torch.float64)
-        total = self.accelerator.reduce(said, "sum").tolist()  # pyright: ignore (a tensor in, a tensor out)
-        return total[0] / self.accelerator.num_processes, total[1] > 0
 
     @varying_shapes()
     def _step(self, batch: list[Example], optimizer: torch.optim.Optimizer) -> Tensor:
@@ -240,19 +211,17 @@ class Fit:
                 tokens = sum(len(e.target) for e in batch)
                 loss = answer_losses(logits, rows.labels, self.config.label_smoothing).sum() / tokens
             loss.backward()
+        sum_gradients(self.accelerator, self.model.model.parameters())
         if world > 1:
-            for parameter in self.model.model.parameters():
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = self.accelerator.reduce(gradient, "sum")  # type: ignore[assignment] (a tensor in, a tensor out)
-            loss = self.accelerator.reduce(loss.detach(), "sum")  # type: ignore[assignment] (likewise)
+            loss = self.accelerator.reduce(loss.detach(), "sum")  # type: ignore[assignment] (a tensor in, a tensor out)
         optimizer.step()
         return loss.detach()
 
-    def _validate(self, held_out: list[Record], loss: float, seconds: float) -> float:
+    def _validate(self, held_out: list[Record], loss: float) -> float:
         score = self._score(held_out)
         if score > self.best_score:
-            self.best_score, self.best_step, self.best = score, self.step, _copy_of(self.model.model)
-        self.metrics.append({"step": self.step, "loss": loss, "held_out": score, "seconds": seconds})
+            self.best_score, self.best_step, self.best = score, self.step, copy_of(self.model.model)
+        self.metrics.append({"step": self.step, "loss": loss, "held_out": score, "seconds": self.clock.seconds()})
         return score
 
     def _score(self, records: Sequence[Record]) -> float:
@@ -284,11 +253,11 @@ class Fit:
 
     # Files
 
-    def _checkpoint(self, optimizer: torch.optim.Optimizer, seconds: float) -> None:
+    def _checkpoint(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.accelerator.is_main_process:
             return
         tensors = {
-            "model": _copy_of(self.model.model),
+            "model": copy_of(self.model.model),
             "best": self.best,
             "optimizer": optimizer_tensors(optimizer),
             "random": random_state(),
@@ -300,35 +269,31 @@ class Fit:
             "step": self.step,
             "best_step": self.best_step,
             "best_score": self.best_score,
-            "seconds": seconds,
+            "seconds": self.clock.seconds(),
             "metrics": self.metrics,
         }
-        save_checkpoint(self.checkpoint, self.step, tensors, numbers)
+        save_checkpoint(self.folder.checkpoint, self.step, tensors, numbers)
 
-    def _take_up(self, optimizer: torch.optim.Optimizer) -> float | None:
-        """Everything as it was at the checkpoint. Settings must be the same, or it would be another run."""
-        tensors, numbers = load_checkpoint(self.checkpoint)
+    def _take_up(self, optimizer: torch.optim.Optimizer) -> tuple[float, float | None]:
+        """Everything as it was at the checkpoint; the seconds spent by then, and the last held-out score."""
+        tensors, numbers = load_checkpoint(self.folder.checkpoint)
         wanted = {**asdict(self.config), "model_name": self.model_name, "train": self.train_hash}
         found = {**numbers["config"], "model_name": numbers["model_name"], "train": numbers["train"]}
-        free = {"checkpoint_seconds"}  # changes no result
-        if differing := sorted(key for key in wanted if key not in free and wanted[key] != found.get(key)):
-            changes = ", ".join(f"{key} was {found.get(key)}, now {wanted[key]}" for key in differing)
-            raise InputError(f"the run in {self.output} had other settings: {changes}; resume it with the same ones")
+        self.folder.check_settings(found, wanted, free=["checkpoint_seconds"])
         network = self.model.model
         network.load_state_dict(tensors["model"])
         self.best = {k: v.to(network.device) for k, v in tensors["best"].items()}
         restore_optimizer(optimizer, tensors["optimizer"])
         restore_random_state(tensors["random"])
         self.step, self.best_step = numbers["step"], numbers["best_step"]
-        self.best_score, self.earlier_seconds = numbers["best_score"], numbers["seconds"]
-        self.metrics = numbers["metrics"]
-        return self.metrics[-1]["held_out"] if self.metrics else None
+        self.best_score, self.metrics = numbers["best_score"], numbers["metrics"]
+        return numbers["seconds"], self.metrics[-1]["held_out"] if self.metrics else None
 
     def _save(self, result: dict[str, Any]) -> None:
         from factpatch import __version__
 
         about = {"factpatch": __version__, "model": self.model_name, "config": asdict(self.config), "result": result}
-        with atomic_folder(self.output) as scratch:
+        with atomic_folder(self.folder.path) as scratch:
             self.model.write_to(scratch)
             (scratch / "fit.json").write_text(json.dumps(about, indent=2) + "\n")
             (scratch / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
@@ -344,12 +309,3 @@ def answer_losses(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     """Label-smoothed cross-entropy of each target token, 0 where there is none: (rows·tokens,)."""
     flat = logits.float().flatten(0, 1)
     return F.cross_entropy(flat, labels.flatten(), ignore_index=NO_TARGET, label_smoothing=smoothing, reduction="none")
-
-
-def schedule(share: float, warmup: float) -> float:
-    """Linear from 0 to 1 over the warm-up's share of a run, then linear to 0."""
-    return share / warmup if share < warmup else (1 - share) / (1 - warmup)
-
-
-def _copy_of(network: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}

@@ -1,0 +1,34 @@
+"""What an edit must not change: constraints C ≤ m on the updated model, as pure functions (the paper, §3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from factpatch.deltas import Delta, LowRank
+
+
+def kl(before: Tensor, after: Tensor) -> Tensor:
+    """KL( p(·; θ) ‖ p(·; θ') ) from logits: (places, classes) twice, (places,) out."""
+    log_p, log_q = before.log_softmax(-1), after.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def lp(deltas: Mapping[str, Delta], p: float = 2.0) -> Tensor:
+    """(mean |ΔW|^p)^(1/p) of each weight, averaged over the weights: (edits,) from stacks, or a number.
+
+    For p = 2 it comes from the factors; another p needs each weight's dense change, one weight at a time.
+    """
+    return torch.stack([_root_mean(delta, p) for delta in deltas.values()]).mean(0)
+
+
+def _root_mean(delta: Delta, p: float) -> Tensor:
+    if p != 2:
+        return delta.dense().abs().pow(p).mean((-2, -1)).pow(1 / p)
+    if not isinstance(delta, LowRank):
+        return delta.dense().square().mean((-2, -1)).sqrt()
+    out, in_ = delta.shape
+    A, B = delta.A.float(), delta.B.float()
+    return ((A @ A.mT) * (B @ B.mT)).sum((-2, -1)).clamp(min=0).sqrt() / (out * in_) ** 0.5

@@ -1,0 +1,151 @@
+"""The objective of one step: the edit loss, and what must not change (the paper, §3.2 and §4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from factpatch.constraints import kl, lp
+from factpatch.deltas import Delta, LowRank, add
+from factpatch.device import varying_shapes
+from factpatch.editors import HyperNetwork
+from factpatch.engine import edited
+from factpatch.models import Rows, TaskModel
+from factpatch.training.config import TrainConfig
+from factpatch.training.table import RevisionTable, StepBatch
+
+ROWS_AT_ONCE = {"cpu": 64, "cuda": 1024}  # of the unedited model; always the same rows together, so that runs repeat
+MEMORY_SHARE = 0.2  # of a GPU's free memory, that the unedited model's outputs may take
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step's figures, or a part's share of them; still on the device."""
+
+    loss: Tensor  # ()  of the edits
+    constraints: Tensor  # (constraints,)
+
+
+class Objective:
+    """L over x and its paraphrases, and each constraint C, for batches of one table."""
+
+    def __init__(
+        self,
+        model: TaskModel,
+        table: RevisionTable,
+        config: TrainConfig,
+        on_share: Callable[[float], object] = lambda share: None,
+    ):
+        self.model = model
+        self.table = table
+        self.config = config
+        wanted = "kl" in config.constraints
+        self.unedited = _unedited(model, table, on_share) if wanted and _fits(model, table) else None
+
+    def __call__(self, editor: HyperNetwork, batch: StepBatch) -> Measured:
+        """Differentiable in the editor's parameters."""
+        deltas = self._update(editor, batch)
+        with edited(self.model.layers, deltas):
+            features = self.model.features(batch.rows)
+        edit_features, keep_features = features.split([len(batch.edit.labels), len(batch.keep.labels)])
+        losses = F.cross_entropy(
+            self.model.scores(edit_features),
+            batch.edit.labels,
+            label_smoothing=self.config.label_smoothing,
+            reduction="none",
+        )
+        loss = (losses * batch.edit.weights).sum()
+        values: list[Tensor] = []
+        for name in self.config.constraints:
+            if name == "kl":
+                values.append(self._kl(batch, keep_features))
+            else:
+                edits = lp(deltas, self.config.p)
+                values.append(edits.sum() / self.config.edits)
+        return Measured(loss, torch.stack(values) if values else loss.new_zeros(0))
+
+    def _update(self, editor: HyperNetwork, batch: StepBatch) -> dict[str, Delta]:
+        """The edits' changes; with several updates, each is computed on the model as the last one left it."""
+        deltas = editor.update(self.model, batch.fact)
+        for _ in range(self.config.updates - 1):
+            again = editor.update(self.model, batch.fact, under={k: _detached(d) for k, d in deltas.items()})
+            deltas = {name: add(delta, again[name]) for name, delta in deltas.items()}
+        return deltas
+
+    def _kl(self, batch: StepBatch, features: Tensor) -> Tensor:
+        """Of the classes, or of each answer token's distribution; or of the beam's candidates as whole answers.
+
+        Of the beam, Σ p(c) log p(c)/p'(c) over the candidates c, with p' from the losses of their tokens.
+        """
+        kept = self._kept(batch)
+        logits = self.model.scores(features)
+        if self.config.kl_over == "top1":
+            return (kl(self.model.scores(kept), logits) * batch.keep.weights).sum()
+        losses = F.cross_entropy(logits, batch.keep.labels, reduction="none")
+        return ((kept[:, 0] * losses + kept[:, 1]) * batch.keep.weights).sum()
+
+    @torch.no_grad()
+    def _kept(self, batch: StepBatch) -> Tensor:
+        if self.unedited is not None:
+            return self.unedited.index_select(0, batch.keep.numbers)
+        assert batch.rows.places is not None
+        rows = replace(batch.rows, places=batch.rows.places[len(batch.edit.labels) :])
+        return _outputs(self.model, rows, batch.keep.labels, self.config.kl_over)
+
+
+@torch.no_grad()
+@varying_shapes()
+def _unedited(model: TaskModel, table: RevisionTable, on_share: Callable[[float], object]) -> Tensor:
+    """What the unedited model says to every input of the pool, place by place: computed once."""
+    kept: Tensor | None = None
+    pool = table.pool[np.argsort(table.texts.lengths[table.inputs[table.pool]], kind="stable")]
+    size = max(1, ROWS_AT_ONCE[model.device.type] // table.config.candidates)
+    for start in range(0, len(pool), size):
+        rows, targets = table.kept_batch(pool[start : start + size])
+        outputs = _outputs(model, rows, targets.labels, table.config.kl_over)
+        if kept is None:
+            kept = outputs.new_zeros(table.places, outputs.shape[1])
+        real = targets.weights > 0
+        kept[targets.numbers[real]] = outputs[real]
+        on_share(min(1.0, (start + size) / len(pool)))
+    assert kept is not None
+    return kept
+
+
+def _outputs(model: TaskModel, rows: Rows, labels: Tensor, kl_over: str) -> Tensor:
+    """Features of each place; of the beam's candidates, tokens · p and p log p, in each place of a candidate."""
+    features = model.features(rows)
+    if kl_over == "top1":
+        return features
+    assert rows.places is not None
+    assert rows.labels is not None
+    losses = F.cross_entropy(model.scores(features), labels, reduction="none")
+    row = rows.places // rows.labels.shape[-1] if rows.labels.dim() == 2 else rows.places
+    zeros = losses.new_zeros(len(rows))
+    log_p = zeros.index_add(0, row, -losses)
+    tokens = zeros.index_add(0, row, torch.ones_like(losses))
+    return torch.stack([tokens * log_p.exp(), log_p.exp() * log_p], 1)[row]
+
+
+def _fits(model: TaskModel, table: RevisionTable) -> bool:
+    """Whether the unedited outputs leave a GPU enough memory for training."""
+    if model.device.type != "cuda" or table.config.kl_over == "beam":
+        return True
+    rows, _ = table.kept_batch(table.pool[:1])
+    with torch.no_grad():
+        width = model.features(rows).shape[1]
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return table.places * width * model.model.dtype.itemsize < MEMORY_SHARE * free
+
+
+def _detached(delta: Delta) -> Delta:
+    return (
+        LowRank(delta.A.detach(), delta.B.detach())
+        if isinstance(delta, LowRank)
+        else replace(delta, delta=delta.delta.detach())
+    )

@@ -1,0 +1,385 @@
+"""Training an editor: the constrained objective, many edits a step, in a run that can be stopped at any moment."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from factpatch.data.records import source_hash
+from factpatch.device import find_dtype, varying_shapes
+from factpatch.editors import HyperNetwork
+from factpatch.errors import FileError, InputError, TrainingError
+from factpatch.evaluation import editable, measure
+from factpatch.facts import Revision, read_revisions, same
+from factpatch.files import atomic_file
+from factpatch.metrics import summary
+from factpatch.models import TaskModel
+from factpatch.training.checkpoint import (
+    load_checkpoint,
+    optimizer_tensors,
+    restore_optimizer,
+    save_checkpoint,
+    stop_signals,
+)
+from factpatch.training.config import TrainConfig, config_to_json
+from factpatch.training.lagrangian import Lagrangian
+from factpatch.training.objective import Measured, Objective
+from factpatch.training.run import Clock, RunFolder, agree, copy_of, schedule, sum_gradients
+from factpatch.training.table import Plan, RevisionTable
+
+FINAL_EDITS, FINAL_INPUTS = 500, 200  # of the held-out slice, that the best editor is measured on at the end
+TELL_SECONDS = 0.5  # between two looks at a run's figures; each look waits for the device
+FREE_TO_CHANGE = ("checkpoint_seconds", "tracker", "split", "lr", "clip")  # between a run and its resumption
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands, for whoever watches it."""
+
+    step: int
+    share: float  # of the whole run
+    seconds_left: float | None
+    edits_per_second: float
+    loss: float
+    constraints: dict[str, float]  # each one's value, margin and multiplier
+    validation: dict[str, Any]  # the last one's figures
+
+
+class Train:
+    """One run in one folder."""
+
+    def __init__(self, config: TrainConfig, model: TaskModel, output: str | Path, resume: bool = False):
+        self.config = config
+        self.folder = RunFolder(output, resume)
+        self.resume = resume
+        on_gpu = model.device.type == "cuda"
+        self.accelerator = Accelerator(cpu=not on_gpu, log_with=config.tracker, project_dir=str(self.folder.path))
+        model.model.to(self.accelerator.device)
+        self.model = model.cast(find_dtype(config.precision, model.device.type))
+        torch.manual_seed(config.seed)
+        self.editor = HyperNetwork.for_model(model, config.editor, config.layers)
+        margins = {"kl": (config.margin, config.margin_floor), "lp": (config.lp_margin, config.lp_margin_floor)}
+        self.lagrangian = Lagrangian(
+            {name: margins[name] for name in config.constraints}, config.margin_factor, config.anneal_above
+        ).to(model.device)
+        self.optimizer = self._optimizer(on_gpu)
+        self.parts = config.split
+        self.step, self.best_step, self.best_score = 0, 0, -math.inf
+        self.best = copy_of(self.editor)
+        self.metrics: list[dict[str, Any]] = []
+        self.means = [math.nan] * (2 + len(config.constraints))
+
+    def _optimizer(self, on_gpu: bool) -> torch.optim.Optimizer:
+        config = self.config
+        groups = [
+            {"params": list(self.editor.parameters()), "weight_decay": config.weight_decay},
+            {"params": [self.lagrangian.multipliers], "lr": config.multiplier_lr, "weight_decay": 0.0},
+        ]
+        if config.optimizer == "adam":
+            return torch.optim.AdamW(groups, lr=config.lr, fused=on_gpu)
+        return torch.optim.RMSprop(groups, lr=config.lr, centered=True)
+
+    def run(
+        self,
+        train: str | Path,
+        valid: str | Path | None = None,
+        skip_bad: bool = False,
+        watch: Callable[[Status], object] = lambda status: None,
+        say: Callable[[str], object] = lambda message: None,
+        on_prepared: Callable[[float], object] = lambda share: None,
+    ) -> dict[str, Any]:
+        """Trains, and keeps the last editor and the one that is best on revisions held out of train, or on `valid`."""
+        self.say = say
+        self.train_hash = source_hash(train)
+        bad: list[str] = []
+        revisions = _read(train, bad if skip_bad else None)
+        self.held_out = _read(valid, bad if skip_bad else None) if valid else []
+        if not valid:
+            self.held_out, revisions = _hold_out(revisions, self.config)
+        self._check_predictions(revisions)
+        table = RevisionTable(self.model, revisions, self.config)
+        self.objective = Objective(self.model, table, self.config, on_prepared)
+        if not self._train(table, watch):
+            raise FileError(f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}")
+
+        seconds = self.clock.seconds()
+        last = copy_of(self.editor)
+        self.editor.load_state_dict(self.best)
+        edits = editable(self.held_out)[:FINAL_EDITS]
+        others = self.held_out[:FINAL_INPUTS]
+        result: dict[str, Any] = {
+            **self._measure(edits, others),
+            "edits": len(edits),
+            "retain_inputs": len(others),
+            "steps": self.step,
+            "best_step": self.best_step,
+            "edits_per_second": self.step * self.config.edits / seconds,
+            "margin": self.lagrangian.margin("kl") or self.lagrangian.margin("lp"),
+            "revisions": len(revisions),
+            "bad": len(bad),
+            "seconds": seconds,
+        }
+        if self.accelerator.is_main_process:
+            self._save(last, result)
+        self.accelerator.end_training()
+        return result
+
+    def _check_predictions(self, revisions: Sequence[Revision]) -> None:
+        """A revision file holds what its model said; with another model its edits would mean nothing."""
+        sample = revisions[:64]
+        said = self.model.predict([r.input for r in sample], cut=True)
+        agreeing = sum(same(r.prediction, text) for r, text in zip(sample, said, strict=True))
+        if agreeing < len(sample) / 2:
+            raise InputError(
+                f"the model says what the revision file expects for {agreeing} of its first {len(sample)} inputs only; "
+                "make the file anew with this model: factpatch revise"
+            )
+
+    # The loop
+
+    def _train(self, table: RevisionTable, watch: Callable[[Status], object]) -> bool:
+        """False where it was asked to stop before the end."""
+        config = self.config
+        if self.accelerator.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        self.clock = Clock(config.steps, config.minutes, self._take_up() if self.resume else 0.0)
+        if config.tracker:
+            self.accelerator.init_trackers("factpatch", config_to_json(config))
+        done = self.clock.share(self.step)
+        validated = int(done * config.validations)
+        self._start_window()
+        if not self.resume:
+            self._checkpoint()
+            self._write_run_files()
+        told = saved = time.perf_counter()
+        with stop_signals() as asked_to_stop:
+            while done < 1:
+                middle = min(1.0, done + 0.5 / config.steps)
+                warmup = min(0.1, config.warmup / config.steps)
+                self.optimizer.param_groups[0]["lr"] = config.lr * schedule(middle, warmup, config.schedule)
+                self._step(table.plan(self.step))
+                self.step += 1
+                done, stop = agree(self.accelerator, self.clock.share(self.step), asked_to_stop.is_set())
+                due = int(done * config.validations) > validated or done >= 1
+                now = time.perf_counter()
+                overdue = now - saved >= config.checkpoint_seconds
+                if due:
+                    validated = int(done * config.validations)
+                    self._validate(validated)
+                if due or now - told > TELL_SECONDS:
+                    watch(self._status(done))
+                    told = now
+                if stop or overdue:
+                    self._checkpoint()
+                    saved = time.perf_counter()
+                if stop:
+                    return False
+        return True
+
+    @varying_shapes()
+    def _step(self, plan: Plan) -> None:
+        """One update. Each process takes its share of the edits; a share that does not fit is run in parts."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        mine = plan.part(rank, world)
+        while True:
+            try:
+                loss, values = self._accumulate(mine, total=len(plan))
+                break
+            except torch.cuda.OutOfMemoryError:
+                if self.parts >= len(mine):
+                    raise TrainingError(
+                        "one edit alone does not fit into the GPU's memory; lower rows or max_tokens"
+                    ) from None
+            torch.cuda.empty_cache()
+            self.parts *= 2
+            self.say(
+                f"a step of {len(mine)} edits does not fit into memory; it is run in {self.parts} parts from here on"
+            )
+        sum_gradients(self.accelerator, self.editor.parameters())
+        if world > 1:
+            loss, values = (self.accelerator.reduce(figure, "sum") for figure in (loss, values))
+        norm = torch.nn.utils.clip_grad_norm_(self.editor.parameters(), self.config.clip or math.inf)
+        self.lagrangian.set_gradient(values)
+        self.optimizer.step()
+        self.lagrangian.clamp()
+        self.window += torch.cat([loss[None], values, norm[None]])
+        self.window_steps += 1
+
+    def _accumulate(self, plan: Plan, total: int) -> tuple[Tensor, Tensor]:
+        """Gradients of the plan's edits, part by part; its shares of the loss and of the constraints."""
+        self.optimizer.zero_grad(set_to_none=True)
+        figures: list[Measured] = []
+        for part in range(self.parts):
+            edits = plan.part(part, self.parts)
+            if len(edits):
+                measured = self.objective(self.editor, self.objective.table.batch(edits, total))
+                (measured.loss + self.lagrangian.penalty(measured.constraints)).backward()
+                figures.append(Measured(measured.loss.detach(), measured.constraints.detach()))
+        if not figures:  # more processes than edits
+            zero = self.lagrangian.margins.new_zeros(())
+            return zero, torch.zeros_like(self.lagrangian.margins)
+        return torch.stack([f.loss for f in figures]).sum(), torch.stack([f.constraints for f in figures]).sum(0)
+
+    def _start_window(self) -> None:
+        """Figures are summed on the device until somebody looks at them. What is not finite stays so in the sum."""
+        self.window = torch.zeros(2 + len(self.config.constraints), device=self.model.device)
+        self.window_steps = 0
+
+    def _look(self) -> list[float]:
+        """Means since the last validation: of the loss, each constraint, the gradient's norm."""
+        if self.window_steps:
+            self.means = (self.window / self.window_steps).tolist()
+            if not all(map(math.isfinite, self.means)):
+                raise TrainingError(
+                    f"the loss is not finite any more, at step {self.step} or shortly before; the last good checkpoint "
+                    f"is in {self.folder.checkpoint}: go on from it with --resume and a lower lr, or with clip set"
+                )
+        return self.means
+
+    def _status(self, share: float) -> Status:
+        loss, *values, _ = self._look()
+        validation = self.metrics[-1] if self.metrics else {}
+        return Status(
+            self.step,
+            share,
+            self.clock.left(share),
+            self.step * self.config.edits / self.clock.seconds(),
+            loss,
+            self.lagrangian.describe(values),
+            validation,
+        )
+
+    # Choosing the best
+
+    def _validate(self, number: int) -> None:
+        """Measures a sample of the held-out slice, keeps the best editor, and lets the margins shrink."""
+        config = self.config
+        loss, *values, norm = self._look()
+        chance = random.Random(f"{config.seed}/{number}")
+        edits = editable(self.held_out)
+        found = self._measure(
+            chance.sample(edits, min(config.validation_edits, len(edits))),
+            chance.sample(self.held_out, min(config.validation_inputs, len(self.held_out))),
+        )
+        score = found["success"] + (found["retain"] or 0.0)
+        if score > self.best_score:
+            self.best_score, self.best_step, self.best = score, self.step, copy_of(self.editor)
+        seconds = self.clock.seconds()
+        record = {
+            "step": self.step,
+            "seconds": seconds,
+            "edits_per_second": self.step * config.edits / seconds,
+            "loss": loss,
+            "gradient_norm": norm,
+            **self.lagrangian.describe(values),
+            **found,
+        }
+        self.metrics.append(record)
+        self.lagrangian.anneal(found["success"])
+        self._start_window()
+        self._write_run_files()
+        if config.tracker:
+            self.accelerator.log({k: v for k, v in record.items() if v is not None}, step=self.step)
+
+    def _measure(self, edits: Sequence[Revision], others: Sequence[Revision]) -> dict[str, Any]:
+        """Each process measures its share of the edits; all of them know the whole."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        outcomes = measure(self.editor, self.model, edits[rank::world], others)
+        return summary(gather_object(outcomes) if world > 1 else outcomes)
+
+    # Files
+
+    def _checkpoint(self) -> None:
+        self._look()
+        if not self.accelerator.is_main_process:
+            return
+        tensors = {
+            "editor": copy_of(self.editor),
+            "best": self.best,
+            "lagrangian": {**copy_of(self.lagrangian), "window": self.window},
+            "optimizer": optimizer_tensors(self.optimizer),
+        }
+        numbers = {
+            **self._identity(),
+            "step": self.step,
+            "best_step": self.best_step,
+            "best_score": self.best_score if self.metrics else None,
+            "window_steps": self.window_steps,
+            "seconds": self.clock.seconds(),
+            "metrics": self.metrics,
+        }
+        save_checkpoint(self.folder.checkpoint, self.step, tensors, numbers)
+
+    def _take_up(self) -> float:
+        """Everything as it was at the checkpoint; the seconds spent by then."""
+        if self.accelerator.is_main_process:
+            self.folder.sweep()
+        tensors, numbers = load_checkpoint(self.folder.checkpoint)
+        wanted = self._identity()
+        flat = {**wanted["config"], "model": wanted["model"], "train": wanted["train"]}
+        found = {**numbers["config"], "model": numbers["model"], "train": numbers["train"]}
+        self.folder.check_settings(found, flat, FREE_TO_CHANGE)
+        self.editor.load_state_dict(tensors["editor"])
+        self.best = {name: tensor.to(self.model.device) for name, tensor in tensors["best"].items()}
+        window = tensors["lagrangian"].pop("window")
+        self.lagrangian.load_state_dict(tensors["lagrangian"])
+        restore_optimizer(self.optimizer, tensors["optimizer"])
+        self.step, self.best_step, self.metrics = numbers["step"], numbers["best_step"], numbers["metrics"]
+        self.best_score = -math.inf if numbers["best_score"] is None else numbers["best_score"]
+        self._start_window()
+        self.window, self.window_steps = window.to(self.model.device), numbers["window_steps"]
+        return numbers["seconds"]
+
+    def _identity(self) -> dict[str, Any]:
+        return {"config": config_to_json(self.config), "model": self.model.fingerprint, "train": self.train_hash}
+
+    def _write_run_files(self, result: dict[str, Any] | None = None) -> None:
+        """What the run is, and how it goes."""
+        from factpatch import __version__
+
+        if not self.accelerator.is_main_process:
+            return
+        versions = {"factpatch": __version__, "torch": torch.__version__}
+        about = {**self._identity(), "versions": versions, "device": str(self.model.device), "result": result}
+        with atomic_file(self.folder.path / "config.json") as scratch:
+            scratch.write_text(json.dumps(about, indent=2) + "\n")
+        with atomic_file(self.folder.path / "metrics.jsonl") as scratch:
+            scratch.write_text("".join(json.dumps(record) + "\n" for record in self.metrics))
+
+    def _save(self, last: dict[str, Tensor], result: dict[str, Any]) -> None:
+        """The best editor in `editor`, the last in `last`; checkpoints are not needed any more."""
+        self.editor.save(self.folder.path / "editor")
+        self.editor.load_state_dict(last)
+        self.editor.save(self.folder.path / "last")
+        self.editor.load_state_dict(self.best)
+        self._write_run_files(result)
+        self.folder.remove_checkpoint()
+
+
+def _read(path: str | Path, bad: list[str] | None) -> list[Revision]:
+    revisions = list(read_revisions(path, bad.append if bad is not None else None))
+    if not editable(revisions):
+        raise InputError(f"{path}: expected revisions with alternatives, found none; make them with factpatch revise")
+    return revisions
+
+
+def _hold_out(revisions: list[Revision], config: TrainConfig) -> tuple[list[Revision], list[Revision]]:
+    """A slice for choosing, and the rest to train on."""
+    order = np.random.default_rng([config.seed, 4]).permutation(len(revisions))
+    size = min(config.holdout, len(revisions) // 10)
+    held_out = [revisions[i] for i in order[:size]]
+    if not editable(held_out) or size < 2:
+        raise InputError(f"too few revisions to hold some out: found {len(revisions)}, need 20; or give --valid")
+    return held_out, [revisions[i] for i in order[size:]]
