@@ -112,7 +112,7 @@ def stack(changes: list[Delta | None], shape: tuple[int, int], like: Tensor) -> 
 
 
 def _pad_rank(factor: Tensor, rank: int) -> Tensor:
-    return F.pad(factor, (0, 0, 0, rank - len(factor)))
+    return factor if len(factor) == rank else F.pad(factor, (0, 0, 0, rank - len(factor)))
 
 
 def _add_product(output: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -182,14 +182,19 @@ class HyperNetwork(nn.Module):
 
     def _patches(self, edits: list[FactEdit], deltas: Mapping[str, Delta]) -> list[Patch]:
         """The stack cut into one patch an edit, without rows of B that are zero: padding's are, and change nothing."""
+        factors = {name: delta for name, delta in deltas.items() if isinstance(delta, LowRank)}
+        # What the host must know of all weights comes in two transfers: a GPU would wait at each of thousands.
+        finite = torch.stack([f.A.isfinite().all() & f.B.isfinite().all() for f in factors.values()]).tolist()
+        if not all(finite):
+            name = next(name for name, fine in zip(factors, finite, strict=True) if not fine)
+            raise InputError(f"the update of {name} is not finite; load the model in float32 or bfloat16")
+        used = torch.cat([f.B.ne(0).any(-1) for f in factors.values()], dim=1).cpu()  # (edits, ranks)
+        per_weight = zip(factors, used.split([f.rank for f in factors.values()], dim=1), strict=True)
         per_edit: list[dict[str, Delta]] = [{} for _ in edits]
-        for name, delta in deltas.items():
-            assert isinstance(delta, LowRank)
-            if not (delta.A.isfinite().all() and delta.B.isfinite().all()):
-                raise InputError(f"the update of {name} is not finite; load the model in float32 or bfloat16")
-            used = delta.B.ne(0).any(-1)  # (edits, rank)
-            for e, changes in enumerate(per_edit):
-                changes[name] = LowRank(delta.A[e, used[e]], delta.B[e, used[e]])
+        for name, used_rows in per_weight:
+            for e, (changes, rows) in enumerate(zip(per_edit, used_rows, strict=True)):
+                A, B = factors[name].A[e], factors[name].B[e]
+                changes[name] = LowRank(_used(A, rows), _used(B, rows))
         return [Patch(changes, self.base, self.name, (edit,)) for edit, changes in zip(edits, per_edit, strict=True)]
 
     def check_fits(self, model: TaskModel) -> None:
@@ -228,6 +233,16 @@ class HyperNetwork(nn.Module):
                 f"no readable editor in {folder} ({reason}); expected config.json and editor.safetensors"
             ) from error
         return editor
+
+
+def _used(factor: Tensor, rows: Tensor) -> Tensor:
+    """The rows that are used; mostly all, or all but the padding between the tokens' and the last."""
+    tokens = int(rows[:-1].sum())
+    if rows.all():
+        return factor
+    if rows[-1] and rows[:tokens].all():
+        return torch.cat([factor[:tokens], factor[-1:]])
+    return factor[rows.nonzero().squeeze(1).to(factor.device)]
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ class Fit:
 
     def _validate(self, held_out: list[Record], loss: float) -> float:
         score = self._score(held_out)
-        if score > self.best_score:
+        if as_good(score, [record["held_out"] for record in self.metrics], len(held_out)):
             self.best_score, self.best_step, self.best = score, self.step, copy_of(self.model.model)
         self.metrics.append({"step": self.step, "loss": loss, "held_out": score, "seconds": self.clock.seconds()})
         return score
@@ -297,6 +297,16 @@ class Fit:
             self.model.write_to(scratch)
             (scratch / "fit.json").write_text(json.dumps(about, indent=2) + "\n")
             (scratch / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
+
+
+def as_good(score: float, earlier: Sequence[float], records: int) -> bool:
+    """Whether a later score is within a standard error of the best.
+
+    The slice is small, and of scores that it cannot tell apart the latest is the one to trust: it has seen the most
+    data at the smallest learning rate, where the best of many noisy ones owes most to chance.
+    """
+    best = max(earlier, default=0.0)
+    return score >= best - math.sqrt(best * (1 - best) / records)
 
 
 def classifier_losses(logits: Tensor, labels: Tensor, entropy: float) -> Tensor:
