@@ -91,3 +91,12 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
         return Ran(code if isinstance(code, int) else 0, captured.out, captured.err)
 
     return command
+
+
+@pytest.fixture
+def one_thread() -> Any:
+    """Sums are then added up in the same order as in a process of its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import tiny
 
-from factpatch.models import Classifier
+from factpatch.data.records import Counts, read_records
+from factpatch.data.revisions import revise_records
+from factpatch.facts import Revision
+from factpatch.models import Classifier, TaskModel
 
 WORDS = [word for word in tiny.VOCABULARY if word.isalpha()]
 LABELS = ("REFUTES", "SUPPORTS")
@@ -82,3 +86,26 @@ def answerer(folder: Path, seed: int = 0, **overrides: Any) -> Path:
     """The folder of a tiny random model that answers questions."""
     tiny.build("bart", seed, **overrides).save(folder)
     return folder
+
+
+def revisions(model: TaskModel, count: int, seed: int = 0) -> list[Revision]:
+    """As `revise` makes them, of random texts with two generated paraphrases and a human one each."""
+    lines = [
+        {
+            "input": text,
+            "output": text.split()[0],
+            "rephrases": [f"the {text}", f"{text} ?"],
+            "human_rephrases": [f"a {text}"],
+        }
+        for text in texts(count, seed)
+    ]
+    if isinstance(model, Classifier):
+        lines = [{**line, "output": model.labels[len(line["input"]) % len(model.labels)]} for line in lines]
+    with tempfile.TemporaryDirectory() as folder:
+        records = list(read_records(write_lines(Path(folder) / "records.jsonl", lines), Counts()))
+    return revise_records(model, records)
+
+
+def write_revisions(path: Path, model: TaskModel, count: int, seed: int = 0) -> Path:
+    path.write_text("".join(revision.to_json() + "\n" for revision in revisions(model, count, seed)))
+    return path

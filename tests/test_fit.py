@@ -8,9 +8,7 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from processes import Stopped, run_aside, stop_at, wait_for
 from safetensors.torch import load_file
 from samples import LABELS, answerer, fact_checker, fever, read_lines, texts, write_lines
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, GenerationConfig
@@ -26,7 +25,8 @@ from factpatch.errors import FileError, InputError
 from factpatch.models import Classifier, load_model
 from factpatch.training import Fit, FitConfig
 from factpatch.training.examples import Example, batches_from
-from factpatch.training.fit import Status, answer_losses, classifier_losses, schedule
+from factpatch.training.fit import Status, answer_losses, classifier_losses
+from factpatch.training.run import schedule
 
 SURE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DRIVER = """
@@ -327,20 +327,6 @@ def test_a_damaged_checkpoint_is_named(base: Path, tmp_path: Path) -> None:
 # Stopped and resumed
 
 
-class Stopped(Exception):
-    pass
-
-
-def stop_at(step: int) -> Callable[[Status], None]:
-    """A watcher that ends the run, as a crash would, once it has come so far."""
-
-    def watch(status: Status) -> None:
-        if status.step >= step:
-            raise Stopped
-
-    return watch
-
-
 def test_settings_of_a_resumed_run(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", claims(40))
     settings = {**QUICK, "steps": 30, "checkpoint_seconds": 0.0}
@@ -384,28 +370,8 @@ def test_a_kill_while_a_checkpoint_is_put_in_place(base: Path, tmp_path: Path, m
     assert resumed["steps"] == 30
 
 
-def run_aside(arguments: list[str], **options: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **options)
-
-
-def wait_for(process: subprocess.Popen[str], folder: Path) -> None:
-    """Until the first checkpoint is there."""
-    while process.poll() is None and not any(folder.glob("step-*")):
-        time.sleep(0.01)
-
-
 def losses_of(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_lines(folder / "metrics.jsonl")]
-
-
-@pytest.fixture
-def one_thread() -> Any:
-    """Sums are then added up in the same order as in a process of its own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_killed_run_ends_with_the_same_weights(base: Path, tmp_path: Path, one_thread: None) -> None:

@@ -41,7 +41,7 @@ class Lagrangian(nn.Module):
     def anneal(self, success: float) -> None:
         """The paper's schedule: smaller margins once edits succeed."""
         if success > self.above:
-            floors = torch.tensor(self.floors).to(self.margins)
+            floors = self.margins.new_tensor(self.floors)
             self.margins.copy_(torch.maximum(self.margins * self.factor, floors))
 
     def margin(self, name: str) -> float | None:

@@ -1,0 +1,36 @@
+"""Runs that are stopped, killed and resumed: helpers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(step: int) -> Callable[[Any], None]:
+    """A watcher that ends the run, as a crash would, once it has come so far."""
+
+    def watch(status: Any) -> None:
+        if status.step >= step:
+            raise Stopped
+
+    return watch
+
+
+def run_aside(arguments: list[str], **options: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **options)
+
+
+def wait_for(process: subprocess.Popen[str], folder: Path) -> None:
+    """Until the first checkpoint is there."""
+    while process.poll() is None and not any(folder.glob("step-*")):
+        time.sleep(0.01)

@@ -1,0 +1,96 @@
+"""How training is set up: presets, TOML, single settings, and every problem at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from factpatch.editors import EditorConfig
+from factpatch.errors import InputError
+from factpatch.training import PRESETS, TrainConfig, resolve_config
+from factpatch.training.config import config_from_json, config_to_json
+
+
+def test_every_preset_is_a_config() -> None:
+    for preset in PRESETS:
+        config = resolve_config(preset, None, [], {})
+        assert config_from_json(config_to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("preset", "rows", "margins"), [("paper-fc", 1024, (1e-1, 1e-3)), ("paper-qa", 256, (1e-3, 1e-5))]
+)
+def test_the_papers_schedules(preset: str, rows: int, margins: tuple[float, float]) -> None:
+    config = resolve_config(preset, None, [], {})
+    assert (config.steps, config.warmup, config.edits, config.rows) == (200_000, 1000, 1, rows)
+    assert (config.margin, config.margin_floor) == margins
+    assert (config.optimizer, config.lr, config.multiplier_lr, config.weight_decay) == ("adam", 3e-4, 1e-1, 1e-2)
+    assert (config.margin_factor, config.anneal_above) == (0.8, 0.9)
+    assert config.label_smoothing == (0.1 if preset == "paper-qa" else 0.0)
+    assert config.editor == EditorConfig()
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    toml = tmp_path / "mine.toml"
+    toml.write_text('lr = 1e-3\nsteps = 7\nlayers = ["encoder.*"]\n[editor]\nwidth = 256\nlstm = 32\n')
+    settings = ["editor.width=512", "lr=3e-4", "clip=1", "constraint=both", "editor.gradients=false"]
+    config = resolve_config("qa", toml, settings, {"steps": 9, "minutes": None})
+    assert (config.lr, config.steps, config.clip, config.constraint) == (3e-4, 9, 1.0, "both")
+    assert config.editor == EditorConfig(width=512, lstm=32, gradients=False)
+    assert config.layers == ("encoder.*",)
+    assert config.label_smoothing == 0.1, "the preset's, where nobody says otherwise"
+
+
+def test_all_problems_at_once() -> None:
+    settings = ["steps=0", "optimizer=sgd", "learning_rate=1", "rows=many", "editor.depth=3", "nonsense", "editor=1"]
+    with pytest.raises(InputError) as caught:
+        resolve_config("fc", None, settings, {"minutes": -1.0})
+    message = str(caught.value)
+    for part in (
+        "steps=0 must be above 0",
+        "minutes=-1.0 must be above 0",
+        "optimizer=sgd must be one of rmsprop, adam",
+        "unknown setting learning_rate",
+        "rows='many' must be a whole number",
+        "expected key=value, found 'nonsense'",
+    ):
+        assert part in message
+    assert "editor" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["rows=2"], "rows=2 must be at least 3"),
+        (["rows=5", "kl_over=beam"], "rows=5 must be at least 7"),
+        (["edits=2", "split=3"], "split=3 must not be above edits=2"),
+        (["margin_factor=1.0"], "margin_factor=1.0 must be below 1"),
+        (["lr=nan"], "lr=nan must be above 0"),
+        (["lr=true"], "lr=True must be a number"),
+        (["editor.width=0"], "found width=0"),
+        (["layers=[]"], "layers must name at least one"),
+        (["editor.depth=3"], "unknown setting editor.depth"),
+    ],
+)
+def test_single_problems(settings: list[str], reason: str) -> None:
+    with pytest.raises(InputError) as caught:
+        resolve_config("fc", None, settings, {})
+    assert reason in str(caught.value)
+
+
+def test_configs_that_are_no_files(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="paper-fc"):
+        resolve_config("fc", tmp_path / "none.toml", [], {})
+    broken = tmp_path / "broken.toml"
+    broken.write_text("steps = = 3")
+    with pytest.raises(InputError, match="is no TOML"):
+        resolve_config("fc", broken, [], {})
+
+
+def test_rows_without_others() -> None:
+    """Without KL no other inputs are looked at, and none are needed."""
+    config = TrainConfig(constraint="none", rows=2)
+    assert (config.others_a_step, config.constraints) == (0, ())
+    assert TrainConfig(kl_over="beam", rows=16).others_a_step == 2
+    assert TrainConfig(paraphrases="none", rows=16).others_a_step == 15
