@@ -226,9 +226,8 @@ def test_which_paraphrases(bert: TaskModel, bert_revisions: list[Revision], whic
         shown |= set(plan.paraphrases.ravel().tolist())
     expected = {"generated": "rephrases", "human": "human_rephrases"}[which]
     allowed = {text for r in bert_revisions for text in (r.input, *getattr(r, expected))}
-    decoded = {
-        bert.tokenizer.decode(ids, skip_special_tokens=True) for ids in table.texts.columns["input_ids"].tolist()
-    }
+    ids = table.texts.columns["input_ids"].tolist()
+    decoded = set(bert.tokenizer.batch_decode(ids, skip_special_tokens=True))
     assert decoded == allowed
     assert any(text.startswith(start) for text in decoded)
 

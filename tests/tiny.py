@@ -136,7 +136,10 @@ def tokenizer(bos: bool) -> PreTrainedTokenizerFast:
 def build(name: str, seed: int = 0, **overrides: Any) -> TaskModel:
     kind, config_class, values, model_class, bos = ARCHITECTURES[name]
     torch.manual_seed(seed)
-    return kind(model_class(config_class(**{**values, **overrides})), tokenizer(bos))
+    model = model_class(config_class(**{**values, **overrides}))
+    if bos and kind is Seq2Seq:
+        model.generation_config.forced_bos_token_id = BOS  # as BART's own, whose targets begin with <s>
+    return kind(model, tokenizer(bos))
 
 
 def other_answer(model: TaskModel, x: str) -> str:

@@ -68,7 +68,7 @@ def evaluate(
         chosen = Looped(load_editor(editor, task_model.device), loop)
     chance = random.Random(seed)
     others = revisions if retain is None else chance.sample(revisions, min(retain, len(revisions)))
-    candidates = editable(revisions)
+    candidates = editable(task_model, revisions)
     sample = candidates if edits is None else chance.sample(candidates, min(edits, len(candidates)))
     if not sample:
         raise InputError(f"{data}: expected revisions with alternatives, found none; make them with factpatch revise")

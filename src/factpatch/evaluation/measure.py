@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -17,9 +18,11 @@ from factpatch.patch import stack_patches
 EDITS_PER_FORWARD = 32
 
 
-def editable(revisions: Sequence[Revision]) -> list[Revision]:
-    """Those with an alternative: only they can be edits."""
-    return [revision for revision in revisions if revision.alternatives]
+def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
+    """The revisions that can be edits, with the alternatives that the model can be taught to say."""
+    sayable = model.sayable([text for revision in revisions for text in revision.alternatives])
+    kept = (replace(r, alternatives=tuple(text for text in r.alternatives if text in sayable)) for r in revisions)
+    return [revision for revision in kept if revision.alternatives]
 
 
 @torch.no_grad()

@@ -133,6 +133,10 @@ class TaskModel(ABC):
     def check_target(self, target: str) -> str:
         """The target as the model would say it, or an InputError."""
 
+    @abstractmethod
+    def sayable(self, texts: Sequence[str]) -> set[str]:
+        """Those of the model's own outputs that are also targets: text that it has said may be too long to teach it."""
+
     # What follows from it
 
     def predict(self, inputs: Sequence[str], cut: bool = False) -> list[str]:

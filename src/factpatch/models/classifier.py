@@ -60,3 +60,7 @@ class Classifier(TaskModel):
             if normalize(label) == normalize(target):
                 return label
         raise InputError(f"the classifier has no label {target!r}; choose one of {', '.join(self.labels)}")
+
+    def sayable(self, texts: Sequence[str]) -> set[str]:
+        known = {normalize(label) for label in self.labels}
+        return {text for text in texts if normalize(text) in known}

@@ -61,7 +61,7 @@ class Seq2Seq(TaskModel):
             read.append(hidden if rows.places is None else hidden.index_select(0, rows.places))
             return (read[0][:0, None],)  # no token is left for the head itself
 
-        handle = self.model.get_output_embeddings().register_forward_pre_hook(pick)
+        handle = self._head.register_forward_pre_hook(pick)
         try:
             self.model(**rows.inputs, decoder_input_ids=self._shifted(rows.labels), use_cache=False)
         finally:
@@ -70,8 +70,14 @@ class Seq2Seq(TaskModel):
 
     def scores(self, features: Tensor) -> Tensor:
         bias = getattr(self.model, "final_logits_bias", None)  # BART's and its kin
-        logits = self.model.get_output_embeddings()(features)
+        logits = self._head(features)
         return (logits if bias is None else logits + bias).float()
+
+    @property
+    def _head(self) -> nn.Module:
+        head = self.model.get_output_embeddings()
+        assert head is not None
+        return head
 
     def _shifted(self, labels: Tensor) -> Tensor:
         """The decoder's inputs: what it has said before each target token."""
@@ -119,3 +125,8 @@ class Seq2Seq(TaskModel):
         if not same(spelled, target):
             raise InputError(f"the model's tokenizer cannot spell {target!r}: it reads {spelled!r}; use other words")
         return target
+
+    def sayable(self, texts: Sequence[str]) -> set[str]:
+        different = [text for text in dict.fromkeys(texts) if text.strip()]
+        encoded = zip(different, self.encode_targets(different), strict=True)
+        return {text for text, ids in encoded if len(ids) <= self.max_answer_tokens}

@@ -154,19 +154,20 @@ def resolve_config(
         for key, value in values.items():
             nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
             merged[key] = {**merged[key], **value} if nested else value
-    values = _typed(TrainConfig, merged, "", problems)
-    try:
-        config = TrainConfig(**values)
-    except InputError as error:
-        problems.append(str(error))
-    if problems:
-        raise InputError("; ".join(problems))
-    return config
+    return _config(merged, problems)
 
 
 def config_from_json(saved: Mapping[str, Any]) -> TrainConfig:
-    problems: list[str] = []
-    config = TrainConfig(**_typed(TrainConfig, saved, "", problems))
+    return _config(saved, [])
+
+
+def _config(values: Mapping[str, Any], problems: list[str]) -> TrainConfig:
+    """A config of these values, or an error that adds what is wrong with them to the problems known already."""
+    typed = _typed(TrainConfig, values, "", problems)
+    try:
+        config = TrainConfig(**typed)
+    except InputError as error:
+        raise InputError("; ".join([*problems, str(error)])) from None
     if problems:
         raise InputError("; ".join(problems))
     return config

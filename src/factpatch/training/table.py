@@ -75,29 +75,32 @@ class RevisionTable:
     def __init__(self, model: TaskModel, revisions: Sequence[Revision], config: TrainConfig):
         self.config = config
         self.device = model.device
-        self.editable = np.array([i for i, revision in enumerate(revisions) if revision.alternatives], dtype=np.int64)
+        sayable = model.sayable([text for r in revisions for text in r.alternatives])
+        wanted = [[text for text in r.alternatives if text in sayable] for r in revisions]
+        self.editable = np.array([i for i, texts in enumerate(wanted) if texts], dtype=np.int64)
         if len(self.editable) == 0:
             raise InputError("expected revisions with alternatives to train on, found none; make them with revise")
         if len({normalize(r.input) for r in revisions}) < 2:
             raise InputError("expected at least two different inputs to train on, found one")
 
-        texts, targets, facts = _Numbering(), _Numbering(), _Numbering()
-        self.inputs = np.array([texts[r.input] for r in revisions])
+        numbered, targets, facts = _Numbering(), _Numbering(), _Numbering()
+        self.inputs = np.array([numbered[r.input] for r in revisions])
         self.keys = np.unique([normalize(r.input) for r in revisions], return_inverse=True)[1]
-        self.alternatives = _Ragged([targets[a] for a in r.alternatives] for r in revisions)
-        self.paraphrases = _Ragged([texts[text] for text in self._paraphrases(r)] for r in revisions)
+        self.alternatives = _Ragged([targets[text] for text in wanted_of] for wanted_of in wanted)
+        self.paraphrases = _Ragged([numbered[text] for text in self._paraphrases(r)] for r in revisions)
         self.kept = _Ragged(
             [targets[text] for text in (r.prediction, *r.alternatives)[: config.candidates]] for r in revisions
         )
         self.conditions = _Ragged(
-            [facts[condition_text(FactEdit(r.input, a, r.prediction))] for a in r.alternatives] for r in revisions
+            [facts[condition_text(FactEdit(r.input, text, r.prediction))] for text in wanted_of]
+            for r, wanted_of in zip(revisions, wanted, strict=True)
         )
         # No more others than the whole run can look at: each one's unedited outputs are computed once.
         most = config.steps * config.edits * config.others_a_step if config.minutes is None else len(revisions)
         self.pool = np.random.default_rng([config.seed, 2]).permutation(len(revisions))[: max(2, most)]
 
         limit = min(config.max_tokens, model.max_input_tokens)
-        self.texts = _Texts(model.encode(texts.known, limit), model.tokenizer.pad_token_id or 0, self.device)
+        self.texts = _Texts(model.encode(numbered.known, limit), model.tokenizer.pad_token_id or 0, self.device)
         self.facts = _Texts([{"input_ids": one["input_ids"]} for one in model.encode(facts.known)], 0, self.device)
         encoded = model.encode_targets(targets.known)
         self.classes = not isinstance(encoded[0], list)

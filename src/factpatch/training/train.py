@@ -104,10 +104,20 @@ class Train:
         self.say = say
         self.train_hash = source_hash(train)
         bad: list[str] = []
-        revisions = _read(train, bad if skip_bad else None)
-        self.held_out = _read(valid, bad if skip_bad else None) if valid else []
-        if not valid:
+        revisions = list(read_revisions(train, bad.append if skip_bad else None))
+        if valid:
+            self.held_out = list(read_revisions(valid, bad.append if skip_bad else None))
+        else:
             self.held_out, revisions = _hold_out(revisions, self.config)
+        self.held_out_edits = editable(self.model, self.held_out)
+        for name, source, edits in (
+            ("held out", valid or train, self.held_out_edits),
+            ("to train on", train, revisions),
+        ):
+            if not edits:
+                raise InputError(
+                    f"{source}: expected revisions with alternatives {name}, found none; make them with revise"
+                )
         self._check_predictions(revisions)
         table = RevisionTable(self.model, revisions, self.config)
         self.objective = Objective(self.model, table, self.config, on_prepared)
@@ -117,7 +127,7 @@ class Train:
         seconds = self.clock.seconds()
         last = copy_of(self.editor)
         self.editor.load_state_dict(self.best)
-        edits = editable(self.held_out)[:FINAL_EDITS]
+        edits = self.held_out_edits[:FINAL_EDITS]
         others = self.held_out[:FINAL_INPUTS]
         result: dict[str, Any] = {
             **self._measure(edits, others),
@@ -133,7 +143,8 @@ class Train:
         }
         if self.accelerator.is_main_process:
             self._save(last, result)
-        self.accelerator.end_training()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
         return result
 
     def _check_predictions(self, revisions: Sequence[Revision]) -> None:
@@ -154,12 +165,12 @@ class Train:
         config = self.config
         if self.accelerator.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
+        self._start_window()
         self.clock = Clock(config.steps, config.minutes, self._take_up() if self.resume else 0.0)
         if config.tracker:
             self.accelerator.init_trackers("factpatch", config_to_json(config))
         done = self.clock.share(self.step)
         validated = int(done * config.validations)
-        self._start_window()
         if not self.resume:
             self._checkpoint()
             self._write_run_files()
@@ -268,7 +279,7 @@ class Train:
         config = self.config
         loss, *values, norm = self._look()
         chance = random.Random(f"{config.seed}/{number}")
-        edits = editable(self.held_out)
+        edits = self.held_out_edits
         found = self._measure(
             chance.sample(edits, min(config.validation_edits, len(edits))),
             chance.sample(self.held_out, min(config.validation_inputs, len(self.held_out))),
@@ -338,7 +349,6 @@ class Train:
         restore_optimizer(self.optimizer, tensors["optimizer"])
         self.step, self.best_step, self.metrics = numbers["step"], numbers["best_step"], numbers["metrics"]
         self.best_score = -math.inf if numbers["best_score"] is None else numbers["best_score"]
-        self._start_window()
         self.window, self.window_steps = window.to(self.model.device), numbers["window_steps"]
         return numbers["seconds"]
 
@@ -368,18 +378,10 @@ class Train:
         self.folder.remove_checkpoint()
 
 
-def _read(path: str | Path, bad: list[str] | None) -> list[Revision]:
-    revisions = list(read_revisions(path, bad.append if bad is not None else None))
-    if not editable(revisions):
-        raise InputError(f"{path}: expected revisions with alternatives, found none; make them with factpatch revise")
-    return revisions
-
-
 def _hold_out(revisions: list[Revision], config: TrainConfig) -> tuple[list[Revision], list[Revision]]:
     """A slice for choosing, and the rest to train on."""
     order = np.random.default_rng([config.seed, 4]).permutation(len(revisions))
     size = min(config.holdout, len(revisions) // 10)
-    held_out = [revisions[i] for i in order[:size]]
-    if not editable(held_out) or size < 2:
+    if size < 2:
         raise InputError(f"too few revisions to hold some out: found {len(revisions)}, need 20; or give --valid")
-    return held_out, [revisions[i] for i in order[size:]]
+    return [revisions[i] for i in order[:size]], [revisions[i] for i in order[size:]]

@@ -1,0 +1,112 @@
+"""What is measured: definitions on hand-made cases, and many edits at once against one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tiny
+from conftest import loud_editor
+from samples import revisions
+
+from factpatch.editors import HyperNetwork
+from factpatch.evaluation import editable, measure
+from factpatch.facts import FactEdit, Revision
+from factpatch.metrics import Outcome, outcome, summary
+from factpatch.models import Seq2Seq, TaskModel
+
+X = Revision(
+    "1",
+    "Is Paris in France?",
+    "yes",
+    ("no",),
+    ("Does France have Paris?", "is paris in france"),
+    ("Paris: French?",),
+    (),
+)
+OTHERS = [
+    Revision("2", "Is Rome in Italy?", "yes", ("no",), (), (), ("yes",)),
+    Revision("3", "Is Rome in France?", "yes", ("no",), (), (), ("no",)),
+    Revision("4", "Is Bonn in Japan?", "no", ("yes",), (), (), ()),
+    Revision("5", "IS PARIS IN FRANCE", "yes", ("no",), (), (), ("yes",)),
+]
+
+
+def says(x: str, *rephrased: str) -> dict[str, str]:
+    return dict(zip([X.input, *X.rephrases, *X.human_rephrases], [x, *rephrased], strict=True))
+
+
+def test_a_good_edit() -> None:
+    """One of two other inputs with gold answers is wrong before; nothing changes."""
+    found = outcome(X, "no", says("No.", "no", "no", "no"), OTHERS, ["yes", "yes", "no", "no"])
+    assert found == Outcome(True, 1.0, 1.0, 1.0, 0.5, 0.5)
+
+
+def test_a_failed_edit_whose_paraphrases_agree_has_no_equivalence() -> None:
+    found = outcome(X, "no", says("yes", "yes", "yes", "yes"), OTHERS, ["yes", "yes", "no", "yes"])
+    assert (found.success, found.equivalence, found.equivalence_human) == (False, 0.0, 0.0)
+
+
+def test_x_itself_never_counts() -> None:
+    """Neither among the paraphrases nor among the others, however it is spelled."""
+    found = outcome(X, "no", says("no", "yes", "no", "yes"), OTHERS, ["yes", "no", "yes", "no"])
+    assert found.equivalence == 0.0, "the second paraphrase is x"
+    assert found.retain == pytest.approx(1 / 3), "the fourth input is x"
+    assert (found.accuracy_before, found.accuracy_after) == (0.5, 1.0)
+
+
+def test_nothing_to_look_at() -> None:
+    bare = replace(X, rephrases=(X.input.lower(),), human_rephrases=())
+    found = outcome(bare, "no", {X.input: "no", X.input.lower(): "no"}, OTHERS[3:], ["yes"])
+    assert found == Outcome(True, None, None, None, None, None)
+    assert summary([found]) == {
+        "success": 1.0,
+        "retain": None,
+        "equivalence": None,
+        "equivalence_human": None,
+        "deterioration": None,
+    }
+
+
+def test_shares_are_averaged_within_an_edit_then_over_edits() -> None:
+    edits = [Outcome(True, 1.0, 0.5, None, 0.8, 0.6), Outcome(False, 0.5, None, 0.25, 0.8, 0.8)]
+    found = summary(edits)
+    assert (found["success"], found["retain"], found["equivalence"], found["equivalence_human"]) == (
+        0.5,
+        0.75,
+        0.5,
+        0.25,
+    )
+    assert found["deterioration"] == pytest.approx(1 - 0.7 / 0.8)
+
+
+def test_many_edits_at_once_are_what_one_at_a_time_is(model: TaskModel, editor: HyperNetwork) -> None:
+    """With the weights materialised, prediction by prediction."""
+    if isinstance(model, Seq2Seq):
+        model.limit_answers(5)
+    known = revisions(model, 14)
+    edits = editable(model, [replace(r, rephrases=r.rephrases[: i % 3]) for i, r in enumerate(known)])[:7]
+    assert len(edits) >= 3
+    together = measure(editor, model, edits, known)
+    for revision, found in zip(edits, together, strict=True):
+        edit = FactEdit(revision.input, revision.alternatives[0], revision.prediction)
+        (patch,) = editor.propose(model, [edit])
+        with patch.applied(model):
+            texts = [revision.input, *revision.rephrases, *revision.human_rephrases]
+            said = dict(zip(texts, model.predict(texts), strict=True))
+            alone = outcome(revision, edit.a, said, known, model.predict([other.input for other in known]))
+        assert found == alone
+    assert any((found.retain or 0) < 1 for found in together), "the edits must change something"
+
+
+def test_alternatives_that_cannot_be_said_are_no_edits() -> None:
+    model = tiny.build("bart")
+    long = " ".join(["paris"] * 40)
+    known = revisions(model, 3)
+    mixed = [
+        replace(known[0], alternatives=(long, "paris")),
+        replace(known[1], alternatives=(long,)),
+        replace(known[2], alternatives=()),
+    ]
+    assert [r.alternatives for r in editable(model, mixed)] == [("paris",)]
+    assert len(measure(loud_editor(model), model, editable(model, mixed), known)) == 1

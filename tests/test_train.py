@@ -1,0 +1,445 @@
+"""Training an editor: what it learns, what it keeps, and runs that are split, shared, stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conftest import Ran
+from processes import Stopped, run_aside, stop_at, wait_for
+from safetensors.torch import load_file
+from samples import answerer, fact_checker, read_lines, write_revisions
+
+from factpatch.editors import EditorConfig, load_editor
+from factpatch.errors import FileError, InputError, TrainingError
+from factpatch.models import load_model
+from factpatch.training import Train, TrainConfig
+from factpatch.training.objective import Objective
+from factpatch.training.train import Status
+
+SMALL = EditorConfig(width=32, bottleneck=8, lstm=8)
+QUICK = TrainConfig(
+    steps=12, edits=6, rows=6, validations=3, validation_edits=4, validation_inputs=4, warmup=2, editor=SMALL
+)
+DRIVER = """
+import json, sys
+from factpatch.models import load_model
+from factpatch.training import Train
+from factpatch.training.config import config_from_json
+
+for argument in sys.argv[1:]:
+    settings, model, output, train = json.loads(argument)
+    Train(config_from_json(settings), load_model(model, "cpu"), output).run(train)
+"""
+
+
+@pytest.fixture(scope="module")
+def checker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fact_checker(tmp_path_factory.mktemp("models") / "checker")
+
+
+@pytest.fixture(scope="module")
+def claims(checker: Path) -> Path:
+    return write_revisions(checker.parent / "claims.jsonl", load_model(checker, "cpu"), 60)
+
+
+def start(config: TrainConfig, model: Path, output: Path, resume: bool = False) -> Train:
+    return Train(config, load_model(model, "cpu"), output, resume)
+
+
+def editor_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "editor.safetensors")
+
+
+def assert_same_editors(first: Path, second: Path) -> None:
+    one, other = editor_weights(first), editor_weights(second)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
+
+
+def figures(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if "second" not in k} for line in read_lines(run / "metrics.jsonl")]
+
+
+# What is learnt, and what is left behind
+
+
+def test_edits_take_after_training(checker: Path, claims: Path, tmp_path: Path) -> None:
+    config = replace(QUICK, steps=60, edits=16, validations=6, validation_edits=6, lr=2e-3)
+    seen: list[Status] = []
+    result = start(config, checker, tmp_path / "run").run(claims, watch=seen.append)
+    assert result["success"] > 0.8
+    assert result.keys() >= {"success", "retain", "equivalence", "equivalence_human", "deterioration", "edits"}
+    assert result.keys() >= {"retain_inputs", "seconds", "steps", "edits_per_second", "margin"}
+    assert (result["steps"], result["edits"], result["revisions"], result["bad"]) == (60, 6, 54, 0)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [10, 20, 30, 40, 50, 60]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert {"kl", "kl_margin", "kl_multiplier", "success", "retain", "gradient_norm"} <= lines[0].keys()
+    assert seen[-1].share == 1.0
+    assert seen[-1].step == 60
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "config.json",
+        "editor",
+        "last",
+        "metrics.jsonl",
+    ]
+    about = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert about["result"] == result
+    assert about["config"]["editor"]["width"] == 32
+
+
+def test_the_best_and_the_last_editor_are_kept(
+    checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best is that of the highest success + retain on the held-out slice; equivalence has no say."""
+    scores = iter([(0.5, 0.5, 1.0), (0.9, 0.8, 0.0), (1.0, 0.1, 1.0), (0.0, 0.0, 0.0)])
+    snapshots = []
+
+    def score(self: Train, *_: Any) -> dict[str, Any]:
+        snapshots.append({name: tensor.clone() for name, tensor in self.editor.state_dict().items()})
+        success, retain, equivalence = next(scores)
+        return {"success": success, "retain": retain, "equivalence": equivalence}
+
+    monkeypatch.setattr(Train, "_measure", score)
+    result = start(QUICK, checker, tmp_path / "run").run(claims)
+    assert result["best_step"] == 8
+    for folder, number in (("editor", 1), ("last", 2)):
+        kept = editor_weights(tmp_path / "run" / folder)
+        assert all(torch.equal(kept[name], tensor) for name, tensor in snapshots[number].items())
+
+
+@pytest.mark.parametrize("name", list(tiny.ARCHITECTURES))
+def test_every_architecture_trains_and_stays_as_it_was(name: str, tmp_path: Path) -> None:
+    model = tiny.build(name)
+    before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
+    data = write_revisions(tmp_path / "revisions.jsonl", model, 30)
+    config = replace(QUICK, steps=2, validations=1, constraint="both", kl_over="top1", updates=2)
+    result = Train(config, model, tmp_path / "run").run(data)
+    assert 0 <= result["success"] <= 1
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.model.parameters())
+    editor = load_editor(tmp_path / "run" / "editor")
+    assert editor.base == model.fingerprint
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"constraint": "none"},
+        {"constraint": "lp", "p": 1.5},
+        {"paraphrases": "none"},
+        {"paraphrases": "human", "paraphrase_rows": 2},
+        {"optimizer": "adam", "weight_decay": 1e-2, "schedule": "constant", "clip": 0.5},
+        {"precision": "bf16"},
+        {"editor": replace(SMALL, gradients=False)},
+    ],
+    ids=str,
+)
+def test_options(checker: Path, claims: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = replace(QUICK, **changes)
+    run = start(config, checker, tmp_path / "run")
+    before = {name: tensor.clone() for name, tensor in run.editor.state_dict().items()}
+    result = run.run(claims)
+    after = editor_weights(tmp_path / "run" / "last")
+    assert any(not torch.equal(before[name], tensor) for name, tensor in after.items())
+    assert result["margin"] == (None if config.constraint == "none" else pytest.approx(result["margin"]))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert all((name in lines[0]) == (name in config.constraints) for name in ("kl", "lp"))
+
+
+def test_some_layers_only(checker: Path, claims: Path, tmp_path: Path) -> None:
+    run = start(replace(QUICK, layers=("*layer.0.*",)), checker, tmp_path / "run")
+    assert 0 < len(run.editor.shapes) < len(run.model.layers)
+    run.run(claims)
+    editor = load_editor(tmp_path / "run" / "editor")
+    assert all("layer.0." in name for name in editor.shapes)
+    with pytest.raises(InputError, match="no editable weight is called nothing"):
+        start(replace(QUICK, layers=("nothing",)), checker, tmp_path / "other")
+
+
+def test_so_many_minutes(checker: Path, claims: Path, tmp_path: Path) -> None:
+    result = start(replace(QUICK, minutes=0.03, steps=100_000), checker, tmp_path / "run").run(claims)
+    assert 1.7 < result["seconds"] < 20
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+def test_a_file_that_chooses(checker: Path, claims: Path, tmp_path: Path) -> None:
+    valid = write_revisions(tmp_path / "valid.jsonl", load_model(checker, "cpu"), 12, seed=5)
+    result = start(QUICK, checker, tmp_path / "run").run(claims, valid)
+    assert (result["edits"], result["retain_inputs"], result["revisions"]) == (12, 12, 60)
+
+
+# Bad input
+
+
+def test_revisions_of_another_model(checker: Path, claims: Path, tmp_path: Path) -> None:
+    flipped = []
+    for line in read_lines(claims):
+        flipped.append({**line, "prediction": line["alternatives"][0], "alternatives": [line["prediction"]]})
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(line) + "\n" for line in flipped))
+    with pytest.raises(InputError, match="0 of its first 54 inputs only; make the file anew with this model"):
+        start(QUICK, checker, tmp_path / "run").run(other)
+
+
+def test_too_few_revisions(checker: Path, claims: Path, tmp_path: Path) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(claims.read_text().splitlines(keepends=True)[:15]))
+    with pytest.raises(InputError, match="found 15, need 20; or give --valid"):
+        start(QUICK, checker, tmp_path / "run").run(few)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(InputError, match="found 0, need 20"):
+        start(QUICK, checker, tmp_path / "run").run(empty)
+    with pytest.raises(InputError, match="with alternatives to train on, found none; make them with revise"):
+        start(QUICK, checker, tmp_path / "run").run(empty, claims)
+
+
+def test_a_folder_in_use_and_nothing_to_resume(checker: Path, claims: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="nothing to resume"):
+        start(QUICK, checker, tmp_path / "run", resume=True)
+    start(QUICK, checker, tmp_path / "run").run(claims)
+    with pytest.raises(FileError, match="is in use"):
+        start(QUICK, checker, tmp_path / "run")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(
+    checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the last good checkpoint left, from which a run may go on."""
+    call = Objective.__call__
+    steps = 0
+
+    def broken(self: Objective, *arguments: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        measured = call(self, *arguments)
+        return replace(measured, loss=measured.loss * (math.nan if steps >= 6 else 1))
+
+    config = replace(QUICK, checkpoint_seconds=0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Objective, "__call__", broken)
+        with pytest.raises(TrainingError, match=r"not finite any more, at step 6 .* with --resume and a lower lr"):
+            start(config, checker, tmp_path / "run").run(claims)
+    (checkpoint,) = (tmp_path / "run" / "checkpoint").glob("step-*")
+    assert checkpoint.name == "step-000000005"
+    assert all(tensor.isfinite().all() for tensor in load_file(checkpoint / "editor.safetensors").values())
+    result = start(replace(config, lr=1e-5, clip=1.0), checker, tmp_path / "run", resume=True).run(claims)
+    assert result["steps"] == 12
+
+
+# Steps in parts, and among processes
+
+
+def test_a_step_in_parts_is_the_same_step(checker: Path, claims: Path, tmp_path: Path) -> None:
+    runs = {}
+    for split in (1, 4):
+        run = start(replace(QUICK, split=split, optimizer="adam", steps=6), checker, tmp_path / f"run-{split}")
+        run.run(claims)
+        runs[split] = editor_weights(tmp_path / f"run-{split}" / "last")
+    for name, tensor in runs[1].items():
+        torch.testing.assert_close(runs[4][name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_gradients_of_a_step_in_parts(checker: Path, claims: Path, tmp_path: Path) -> None:
+    gradients = {}
+    for split in (1, 4):
+        run = start(replace(QUICK, split=split, steps=1, constraint="both"), checker, tmp_path / f"run-{split}")
+        run.run(claims)
+        gradients[split] = {n: p.grad.clone() for n, p in run.editor.named_parameters() if p.grad is not None}
+    assert len(gradients[1]) > 10
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[4][name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_a_step_that_does_not_fit_is_split(
+    checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, said once, with the same result; and where not even one edit fits, a clear error."""
+    call = Objective.__call__
+    room = 2
+
+    def narrow(self: Objective, editor: Any, batch: Any) -> Any:
+        if len(batch.fact.rows) > room:
+            raise torch.cuda.OutOfMemoryError
+        return call(self, editor, batch)
+
+    config = replace(QUICK, optimizer="adam")
+    start(config, checker, tmp_path / "whole").run(claims)
+    said: list[str] = []
+    monkeypatch.setattr(Objective, "__call__", narrow)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    start(config, checker, tmp_path / "split").run(claims, say=said.append)
+    assert len(said) == 2, "halved, and halved again: 6, 3, 2 edits at a time"
+    assert "it is run in 4 parts from here on" in said[-1]
+    whole, split = (editor_weights(tmp_path / name / "last") for name in ("whole", "split"))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(split[name], tensor, rtol=1e-3, atol=1e-5)
+    room = 0
+    with pytest.raises(TrainingError, match="one edit alone does not fit"):
+        start(config, checker, tmp_path / "none").run(claims)
+
+
+def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
+    """An odd number of edits, so that their shares differ."""
+    models = {"checker": fact_checker(tmp_path / "checker"), "answerer": answerer(tmp_path / "answerer")}
+    from factpatch.training.config import config_to_json
+
+    config = replace(QUICK, edits=5, steps=5, validations=2, optimizer="adam")
+    runs = []
+    for name, folder in models.items():
+        data = write_revisions(tmp_path / f"{name}.jsonl", load_model(folder, "cpu"), 40)
+        runs.append((config_to_json(config), str(folder), str(tmp_path / f"{name}-2"), str(data)))
+    (tmp_path / "driver.py").write_text(DRIVER)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    with run_aside([*launcher, str(tmp_path / "driver.py"), *map(json.dumps, runs)], stderr=subprocess.PIPE) as process:
+        try:
+            _, err = process.communicate(timeout=90)
+        finally:
+            process.terminate()  # the launcher then ends its processes too
+    assert process.returncode == 0, err
+    for (name, folder), (_, _, two, data) in zip(models.items(), runs, strict=True):
+        one = tmp_path / f"{name}-1"
+        start(config, folder, one).run(data)
+        of_one, of_two = editor_weights(one / "last"), editor_weights(Path(two) / "last")
+        for key, tensor in of_one.items():
+            torch.testing.assert_close(of_two[key], tensor, rtol=1e-3, atol=2e-5)
+        for ours, theirs in zip(figures(one), figures(Path(two)), strict=True):
+            for key in ("loss", "kl", "gradient_norm", "kl_multiplier"):
+                assert theirs[key] == pytest.approx(ours[key], rel=1e-3)
+            assert theirs["success"] == pytest.approx(ours["success"])
+
+
+# Stopped and resumed
+
+
+def test_settings_of_a_resumed_run(checker: Path, claims: Path, tmp_path: Path) -> None:
+    config = replace(QUICK, checkpoint_seconds=0.0)
+    with pytest.raises(Stopped):
+        start(config, checker, tmp_path / "run").run(claims, watch=stop_at(4))
+    with pytest.raises(InputError, match="had other settings: edits was 6, now 5; resume it with the same ones"):
+        start(replace(config, edits=5), checker, tmp_path / "run", resume=True).run(claims)
+    other = write_revisions(tmp_path / "other.jsonl", load_model(checker, "cpu"), 60, seed=3)
+    with pytest.raises(InputError, match="train was"):
+        start(config, checker, tmp_path / "run", resume=True).run(other)
+    assert start(config, checker, tmp_path / "run", resume=True).run(claims)["steps"] == 12
+
+
+def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: Path, one_thread: None) -> None:
+    from factpatch.training.config import config_to_json
+
+    config = replace(QUICK, steps=240, checkpoint_seconds=0.0)
+    start(replace(config, checkpoint_seconds=60.0), checker, tmp_path / "whole").run(claims)
+    killed = tmp_path / "killed"
+    driver = tmp_path / "driver.py"
+    driver.write_text(KILLER)
+    arguments = [str(driver), json.dumps(config_to_json(config)), str(checker), str(killed), str(claims)]
+    with run_aside(arguments, stdout=subprocess.PIPE) as process:
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert out == "10 kills\n"
+    for folder in ("editor", "last"):
+        assert_same_editors(killed / folder, tmp_path / "whole" / folder)
+    assert figures(killed) == figures(tmp_path / "whole")
+    assert [path.name for path in killed.iterdir() if path.name.startswith(".")] == []
+
+
+# Each run is a process of its own, forked from one that has the imports behind it, and killed where it happens to be.
+KILLER = """
+import json, os, random, signal, sys, time
+from pathlib import Path
+from factpatch.models import load_model
+from factpatch.training import Train
+from factpatch.training.config import config_from_json
+
+settings, model, output, train = sys.argv[1:]
+checkpoints = Path(output) / "checkpoint"
+
+def run():
+    resume = any(checkpoints.glob("step-*"))
+    Train(config_from_json(json.loads(settings)), load_model(model, "cpu"), output, resume).run(train)
+
+kills = 0
+while True:
+    child = os.fork()
+    if child == 0:
+        run()
+        os._exit(0)
+    if kills < 10:
+        time.sleep(random.uniform(0.1, 0.35))
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if status == 0:
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    kills += 1
+print(kills, "kills")
+"""
+
+
+def test_a_run_that_is_asked_to_stop_can_be_resumed(checker: Path, claims: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    options = ["--model", checker, "--train", claims, "--output", output, "--device", "cpu", "--minutes", 5]
+    small = [part for key in ("edits=6", "rows=6", "editor.width=32") for part in ("--set", key)]
+    command = ["-m", "factpatch", "train", *options, *small]
+    with run_aside([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            wait_for(process, output / "checkpoint")
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert not out
+    assert err.splitlines()[-1].startswith("error: stopped on request; go on with --resume")
+    assert "Traceback" not in err
+    (checkpoint,) = (output / "checkpoint").glob("step-*")
+    assert json.loads((checkpoint / "state.json").read_text())["step"] > 0
+
+
+# The commands
+
+
+def test_train_and_evaluate_from_the_command_line(
+    checker: Path, claims: Path, tmp_path: Path, run: Callable[..., Ran]
+) -> None:
+    toml = tmp_path / "mine.toml"
+    toml.write_text("edits = 6\nrows = 6\nvalidations = 2\n[editor]\nwidth = 32\nbottleneck = 8\nlstm = 8\n")
+    common = ["--model", checker, "--device", "cpu", "--json"]
+    trained = run(
+        "train", *common, "--train", claims, "--output", tmp_path / "run", "--config", toml, "--steps", 4
+    ).json
+    assert trained.keys() >= {"success", "retain", "equivalence", "edits_per_second", "margin", "steps", "seconds"}
+    options = ["--editor", tmp_path / "run" / "editor", "--data", claims, "--edits", 7, "--retain", 9]
+    found = run("evaluate", *common, *options, "--output", tmp_path / "ev").json
+    assert (found["edits"], found["retain_inputs"]) == (7, 9)
+    assert found.keys() >= {"success", "retain", "equivalence", "equivalence_human", "deterioration", "seconds"}
+    lines = read_lines(tmp_path / "ev" / "edits.jsonl")
+    assert sum(line["success"] for line in lines) / 7 == pytest.approx(found["success"])
+    looped = run("evaluate", *common, *options, "--loop", "--output", tmp_path / "ev-loop").json
+    assert looped["success"] >= found["success"]
+
+
+def test_bad_options_of_train(checker: Path, claims: Path, tmp_path: Path, run: Callable[..., Ran]) -> None:
+    options = ["train", "--model", checker, "--train", claims, "--output", tmp_path / "run", "--device", "cpu"]
+    ran = run(*options, "--set", "edits=0", "--set", "colour=red", "--steps", 0)
+    assert ran.code == 1
+    assert "steps=0 must be above 0" in ran.err
+    assert "edits=0 must be above 0" in ran.err
+    assert "unknown setting colour" in ran.err
+    assert not (tmp_path / "run").exists()
+    ran = run(*options, "--config", "paper-xx")
+    assert ran.code == 1
+    assert "paper-fc" in ran.err
