@@ -193,6 +193,11 @@ def test_revisions_of_another_model(checker: Path, claims: Path, tmp_path: Path)
         start(QUICK, checker, tmp_path / "run").run(other)
 
 
+def test_a_tracker_that_is_not_there(checker: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the tracker 'abacus' is not there"):
+        start(replace(QUICK, tracker="abacus"), checker, tmp_path / "run")
+
+
 def test_too_few_revisions(checker: Path, claims: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("".join(claims.read_text().splitlines(keepends=True)[:15]))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -65,6 +66,8 @@ class Train:
         self.folder = RunFolder(output, resume)
         self.resume = resume
         on_gpu = model.device.type == "cuda"
+        if config.tracker and config.tracker not in map(str, get_available_trackers()):
+            raise InputError(f"the tracker {config.tracker!r} is not there; install it, or leave tracker out")
         self.accelerator = Accelerator(cpu=not on_gpu, log_with=config.tracker, project_dir=str(self.folder.path))
         model.model.to(self.accelerator.device)
         self.model = model.cast(find_dtype(config.precision, model.device.type))
