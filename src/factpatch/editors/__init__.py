@@ -1,6 +1,16 @@
 """Edit methods."""
 
 from factpatch.editors.base import EditMethod
+from factpatch.editors.finetune import BOUNDS, FineTune, GradientStep
 from factpatch.editors.hypernetwork import EditorConfig, HyperNetwork, Looped, load_editor
 
-__all__ = ["EditMethod", "EditorConfig", "HyperNetwork", "Looped", "load_editor"]
+__all__ = [
+    "BOUNDS",
+    "EditMethod",
+    "EditorConfig",
+    "FineTune",
+    "GradientStep",
+    "HyperNetwork",
+    "Looped",
+    "load_editor",
+]

@@ -13,6 +13,13 @@ from factpatch.patch import Patch
 class EditMethod(Protocol):
     """The one signature of all methods. The model leaves `propose` as it came, also when it raises."""
 
+    @property
+    def name(self) -> str: ...
+
+    def at_once(self, model: TaskModel) -> int:
+        """How many edits are best made and run side by side."""
+        ...
+
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         """One patch for each edit, made independently of the others."""
         ...

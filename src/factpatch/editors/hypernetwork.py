@@ -144,6 +144,9 @@ class HyperNetwork(nn.Module):
 
     # EditMethod
 
+    def at_once(self, model: TaskModel) -> int:
+        return EDITS_PER_BATCH
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def propose(self, model: TaskModel, edits: Sequence[FactEdit], loop: int = 1) -> list[Patch]:
@@ -251,6 +254,11 @@ class Looped:
 
     editor: HyperNetwork
     updates: int = 5
+
+    name = "hyper"
+
+    def at_once(self, model: TaskModel) -> int:
+        return self.editor.at_once(model)
 
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         return self.editor.propose(model, edits, loop=self.updates)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -31,6 +34,12 @@ def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
         if not layer.weight.is_floating_point():
             raise ModelError(f"{name} is stored as {layer.weight.dtype}; load the model unquantised to edit it")
     return layers
+
+
+def block_names(layers: Iterable[str]) -> list[str]:
+    """The blocks that editable layers lie in, in the model's order, such as bert.encoder.layer.0."""
+    found = (re.match(r"(.+?\.\d+)\.", name) for name in layers)
+    return list(dict.fromkeys(match[1] for match in found if match))
 
 
 def _block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
