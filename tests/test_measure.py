@@ -59,7 +59,7 @@ def test_nothing_to_look_at() -> None:
     bare = replace(X, rephrases=(X.input.lower(),), human_rephrases=())
     found = outcome(bare, "no", {X.input: "no", X.input.lower(): "no"}, OTHERS[3:], ["yes"])
     assert found == Outcome(True, None, None, None, None, None)
-    assert summary([found]) == {
+    assert {key: value for key, value in summary([found]).items() if "kl" not in key} == {
         "success": 1.0,
         "retain": None,
         "equivalence": None,

@@ -86,6 +86,14 @@ class ResumableLines:
             file.truncate(ends[whole])
         return whole
 
+    def keep(self, lines: int) -> None:
+        """Only so many of the lines that are done: a reader that works in batches goes back to a whole one."""
+        with _as_file_errors(self.path), self._part.open("r+b") as file:
+            for _ in range(lines):
+                file.readline()
+            file.truncate(file.tell())
+        self.done = lines
+
     def write(self, lines: list[str]) -> None:
         with _as_file_errors(self.path), self._part.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from factpatch.facts import Revision, normalize, same
 
 
@@ -28,29 +31,40 @@ class Outcome:
     equivalence_human: float | None  # the same of paraphrases that people wrote
     accuracy_before: float | None  # of the other inputs, against gold answers
     accuracy_after: float | None
+    kl_mean: float | None = None  # how far the scores of unchanged predictions have moved
+    kl_worst: float | None = None
 
 
 def outcome(
-    revision: Revision, target: str, says: dict[str, str], others: Sequence[Revision], says_others: Sequence[str]
+    revision: Revision,
+    target: str,
+    says: dict[str, str],
+    others: Sequence[Revision],
+    says_others: Sequence[str],
+    kl_others: Sequence[float] | None = None,
 ) -> Outcome:
     """From what the edited model says to x and its paraphrases, by text, and to other inputs, in their order.
 
     Inputs equal to x after normalising are no other inputs, and never count as paraphrases.
     """
     x = normalize(revision.input)
-    kept = [(other, said) for other, said in zip(others, says_others, strict=True) if normalize(other.input) != x]
-    known = [(other, said) for other, said in kept if other.answers]
+    kept = [i for i, other in enumerate(others) if normalize(other.input) != x]
+    stays = [says_others[i] == others[i].prediction or same(says_others[i], others[i].prediction) for i in kept]
+    known = [i for i in kept if others[i].answers]
+    moved = [kl_others[i] for i, stayed in zip(kept, stays, strict=True) if stayed] if kl_others is not None else []
 
     def gives_target(texts: Sequence[str]) -> float | None:
         return share(same(says[text], target) for text in texts if normalize(text) != x)
 
     return Outcome(
         success=same(says[revision.input], target),
-        retain=share(same(said, other.prediction) for other, said in kept),
+        retain=share(stays),
         equivalence=gives_target(revision.rephrases),
         equivalence_human=gives_target(revision.human_rephrases),
-        accuracy_before=share(is_correct(other.prediction, other.answers) for other, _ in known),
-        accuracy_after=share(is_correct(said, other.answers) for other, said in known),
+        accuracy_before=share(is_correct(others[i].prediction, others[i].answers) for i in known),
+        accuracy_after=share(is_correct(says_others[i], others[i].answers) for i in known),
+        kl_mean=mean(moved),
+        kl_worst=max(moved, default=None),
     )
 
 
@@ -64,7 +78,26 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
         "equivalence": mean(o.equivalence for o in outcomes),
         "equivalence_human": mean(o.equivalence_human for o in outcomes),
         "deterioration": 1 - after / before if before and after is not None else None,
+        "kl_mean": mean(o.kl_mean for o in outcomes),
+        "kl_worst": max((o.kl_worst for o in outcomes if o.kl_worst is not None), default=None),
     }
+
+
+def intervals(outcomes: Sequence[Outcome], samples: int = 1000, seed: int = 0) -> dict[str, list[float]]:
+    """95 % bootstrap intervals of the summary's means, edits drawn with replacement."""
+    drawn = np.random.default_rng(seed).integers(0, len(outcomes), (samples, len(outcomes)))
+
+    def means(key: str) -> NDArray[np.float64]:
+        """Of each sample, over the edits that have a value."""
+        values = np.array([np.nan if (value := getattr(o, key)) is None else float(value) for o in outcomes])
+        there = ~np.isnan(values)
+        counts = there[drawn].sum(1)
+        return np.where(there, values, 0)[drawn].sum(1)[counts > 0] / counts[counts > 0]
+
+    sampled = {key: means(key) for key in ("success", "retain", "equivalence", "equivalence_human")}
+    before, after = means("accuracy_before"), means("accuracy_after")
+    sampled["deterioration"] = (1 - after / before) if len(before) == len(after) and (before > 0).all() else before[:0]
+    return {key: np.quantile(found, [0.025, 0.975]).tolist() for key, found in sampled.items() if len(found)}
 
 
 def share(truths: Iterable[bool]) -> float | None:

@@ -51,8 +51,10 @@ def show_counts(result: dict[str, Any], place: object) -> None:
     """Counts and shares as a table."""
     table = Table(title=escape(str(place)), show_header=False)
     for key, value in result.items():
-        share = isinstance(value, float) and key != "seconds"
-        if value is not None:
+        if isinstance(value, float) and key.startswith("kl"):
+            table.add_row(key.replace("_", " "), f"{value:.2e}")
+        elif isinstance(value, int | float):
+            share = isinstance(value, float) and "second" not in key
             table.add_row(key.replace("_", " "), f"{value:.1%}" if share else f"{value:,.0f}")
     stdout.print(table)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import random
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +15,7 @@ from factpatch.cli.common import (
     Precision,
     Seed,
     SkipBad,
+    is_main_process,
     prepare,
     print_json,
     progress_bar,
@@ -25,15 +23,34 @@ from factpatch.cli.common import (
     working,
 )
 from factpatch.errors import InputError
-from factpatch.files import atomic_file, check_writable
+from factpatch.files import check_writable
+
+if TYPE_CHECKING:
+    from factpatch.editors import EditMethod
+    from factpatch.facts import Revision
+    from factpatch.models import TaskModel
+
+METHODS = ("hyper", "finetune", "zhu", "gradient")
 
 
 def evaluate(
     model: Model,
     data: Annotated[str, typer.Option(help="Revisions to edit, as revise writes them.")],
-    output: Annotated[Path, typer.Option(help="The folder for summary.json and edits.jsonl.")],
-    method: Annotated[str, typer.Option(help="hyper: a trained editor.")] = "hyper",
+    output: Annotated[Path, typer.Option(help="The folder for summary.json, edits.jsonl and what figures need.")],
+    method: Annotated[
+        str, typer.Option(help="hyper: a trained editor. finetune, zhu: the baselines. gradient: one step.")
+    ] = "hyper",
     editor: Annotated[str | None, typer.Option(help="The folder of an editor trained for this model.")] = None,
+    layers: Annotated[
+        str, typer.Option(help="Of the baselines: all, a block's name, or block to have --select choose one.")
+    ] = "all",
+    bound: Annotated[float | None, typer.Option(help="Of zhu: how far a weight may move.")] = None,
+    select: Annotated[
+        bool, typer.Option("--select", help="Choose the block and the bound on other revisions; see --valid.")
+    ] = False,
+    valid: Annotated[
+        str | None, typer.Option(help="Revisions to choose on. Those of --data that are not edited, if left out.")
+    ] = None,
     edits: Annotated[int | None, typer.Option(min=1, help="Edits, sampled; all, if left out.")] = None,
     retain: Annotated[int | None, typer.Option(min=1, help="Other inputs, sampled; all, if left out.")] = None,
     loop: Annotated[int, typer.Option(min=1, help="Update until it takes, at most N times; 5 if N is left out.")] = 1,
@@ -45,46 +62,99 @@ def evaluate(
 ) -> None:
     """Measure an edit method: success, what stays, paraphrases, and accuracy lost.
 
+    Run it again after a kill and it goes on where it stopped. Several processes share the work, by accelerate launch.
+
     Example: factpatch evaluate --model runs/qa --editor runs/qa-editor/editor --data dev.jsonl --output runs/qa-dev
     """
-    if method != "hyper":
-        raise InputError(f"expected the method hyper, found {method!r}")
-    if editor is None:
-        raise typer.BadParameter("the method hyper needs --editor")
+    _check_options(method, editor, layers, bound, select)
+    check_writable(output)
     start = time.perf_counter()
     with working("loading"):
-        from factpatch.device import find_dtype
-        from factpatch.editors import Looped, load_editor
-        from factpatch.evaluation import editable, measure
+        from accelerate import PartialState
+
+        from factpatch.device import find_device, find_dtype
+        from factpatch.evaluation import evaluate as run
+        from factpatch.evaluation import sampled
         from factpatch.facts import read_revisions
-        from factpatch.metrics import summary
         from factpatch.models import load_model
 
-        check_writable(output)
         prepare(seed)
         bad: list[str] = []
         revisions = list(read_revisions(data, bad.append if skip_bad else None))
-        task_model = load_model(model, device).cast(find_dtype(precision, device))
-        chosen = Looped(load_editor(editor, task_model.device), loop)
-    chance = random.Random(seed)
-    others = revisions if retain is None else chance.sample(revisions, min(retain, len(revisions)))
-    candidates = editable(task_model, revisions)
-    sample = candidates if edits is None else chance.sample(candidates, min(edits, len(candidates)))
-    if not sample:
-        raise InputError(f"{data}: expected revisions with alternatives, found none; make them with factpatch revise")
-    with progress_bar("editing", len(sample)) as bar:
-        outcomes = measure(chosen, task_model, sample, others, lambda n: bar.advance(bar.task_ids[0], n))
-    result: dict[str, Any] = {
-        **summary(outcomes),
-        "edits": len(sample),
-        "retain_inputs": len(others),
-        "bad": len(bad),
-        "seconds": time.perf_counter() - start,
+        task_model = load_model(model, device)
+        task_model.model.to(PartialState(cpu=find_device(device).type == "cpu").device)
+        task_model.cast(find_dtype(precision, device))
+        sample, others = sampled(task_model, revisions, edits, retain, seed)
+        to_choose_on = list(read_revisions(valid, bad.append if skip_bad else None)) if valid else None
+    chosen, tried = _method(
+        task_model, method, editor, layers, bound, select, loop, sample, revisions, to_choose_on, seed
+    )
+    settings: dict[str, Any] = {
+        "method": method,
+        "layers": getattr(chosen, "layers", "all"),
+        "bound": getattr(chosen, "bound", None),
+        "loop": loop,
+        "model": model,
+        "editor": editor,
+        "data": data,
+        "seed": seed,
+        "tried": tried,
     }
-    with atomic_file(output / "edits.jsonl") as scratch:
-        lines = [{"id": r.id, "input": r.input, **asdict(o)} for r, o in zip(sample, outcomes, strict=True)]
-        scratch.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    with atomic_file(output / "summary.json") as scratch:
-        about = {"model": model, "method": method, "editor": editor, "data": data, "loop": loop, "seed": seed}
-        scratch.write_text(json.dumps({**about, "result": result}, indent=2) + "\n")
+    with progress_bar("editing", len(sample)) as bar:
+        result = run(chosen, task_model, sample, others, output, settings, lambda n: bar.advance(bar.task_ids[0], n))
+    if not is_main_process():
+        return
+    result |= {"bad": len(bad), "seconds": time.perf_counter() - start}
     print_json(result) if as_json else show_counts(result, output)
+
+
+def _check_options(method: str, editor: str | None, layers: str, bound: float | None, select: bool) -> None:
+    if method not in METHODS:
+        raise typer.BadParameter(f"expected one of {', '.join(METHODS)}, found {method!r}", param_hint="--method")
+    if (method == "hyper") != (editor is not None):
+        raise typer.BadParameter("the method hyper needs --editor, and no other method takes one")
+    if method == "zhu" and (bound is None) != select:
+        raise typer.BadParameter("zhu needs either --bound or --select")
+    if method != "zhu" and bound is not None:
+        raise typer.BadParameter("only the method zhu has a --bound")
+    if bound is not None and not 0 < bound < float("inf"):
+        raise typer.BadParameter(f"expected a bound above 0, found {bound}", param_hint="--bound")
+    if layers == "block" and not select:
+        raise typer.BadParameter("--layers block needs --select; or name the block")
+    if select and method not in ("finetune", "zhu"):
+        raise typer.BadParameter("only finetune and zhu have something to --select")
+
+
+def _method(
+    model: TaskModel,
+    method: str,
+    editor: str | None,
+    layers: str,
+    bound: float | None,
+    select: bool,
+    loop: int,
+    sample: list[Revision],
+    revisions: list[Revision],
+    to_choose_on: list[Revision] | None,
+    seed: int,
+) -> tuple[EditMethod, list[dict[str, Any]]]:
+    """The method asked for, and what was tried to choose it."""
+    from factpatch.editors import BOUNDS, FineTune, GradientStep, Looped, load_editor
+    from factpatch.evaluation import sampled
+    from factpatch.evaluation import select as choose
+    from factpatch.models.layers import block_names
+
+    if method == "hyper":
+        return Looped(load_editor(str(editor), model.device), loop), []
+    if method == "gradient":
+        return GradientStep(layers), []
+    if not select:
+        return FineTune(layers, bound), []
+    edited = {revision.id for revision in sample}
+    left = to_choose_on or [revision for revision in revisions if revision.id not in edited]
+    if len(left) < 2:
+        raise InputError("nothing is left to choose on: all revisions are edited; lower --edits, or give --valid")
+    edits, others = sampled(model, left, None, None, seed)
+    total = (len(block_names(model.layers)) if layers == "block" else 1) * (len(BOUNDS) if method == "zhu" else 1)
+    with progress_bar("choosing", total) as bar:
+        return choose(model, layers, method == "zhu", edits, others, lambda n: bar.advance(bar.task_ids[0], n))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+from factpatch.constraints import kl
 from factpatch.device import varying_shapes
 from factpatch.editors import EditMethod
 from factpatch.engine import edited
 from factpatch.facts import FactEdit, Revision
 from factpatch.metrics import Outcome, outcome
 from factpatch.models import Rows, TaskModel
-from factpatch.patch import stack_patches
+from factpatch.models.base import Encoded
+from factpatch.patch import Patch, stack_patches
 
-EDITS_PER_FORWARD = 32
+PLACES_AT_ONCE = 8192  # whose scores over a whole vocabulary are compared together
 
 
 def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
@@ -25,68 +29,170 @@ def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
     return [revision for revision in kept if revision.alternatives]
 
 
-@torch.no_grad()
-@varying_shapes()
+def edit_of(revision: Revision) -> FactEdit:
+    """To the likeliest alternative."""
+    return FactEdit(x=revision.input, y=revision.prediction, a=revision.alternatives[0])
+
+
 def measure(
-    method: EditMethod,
-    model: TaskModel,
-    revisions: Sequence[Revision],
-    others: Sequence[Revision],
-    on_done: Callable[[int], object] = lambda edits: None,
+    method: EditMethod, model: TaskModel, revisions: Sequence[Revision], others: Sequence[Revision]
 ) -> list[Outcome]:
     """Edits each revision to its likeliest alternative, and looks at what the edited model says.
 
     Each edit is made and measured on its own; that they share forwards changes no result.
     """
-    order = sorted(range(len(revisions)), key=lambda i: len(revisions[i].input))
-    outcomes: dict[int, Outcome] = {}
-    for start in range(0, len(order), EDITS_PER_FORWARD):
-        batch = order[start : start + EDITS_PER_FORWARD]
-        measured = _measure_batch(method, model, [revisions[i] for i in batch], others)
-        outcomes.update(zip(batch, measured, strict=True))
-        on_done(len(batch))
-    return [outcomes[i] for i in range(len(revisions))]
+    size = method.at_once(model)
+    examiner = Examiner(model, others, size)
+    outcomes: list[Outcome] = []
+    for start in range(0, len(revisions), size):
+        batch = revisions[start : start + size]
+        patches = method.propose(model, [edit_of(revision) for revision in batch])
+        outcomes += [examined.outcome for examined in examiner.examine(patches, batch)]
+    return outcomes
 
 
-def _measure_batch(
-    method: EditMethod, model: TaskModel, revisions: list[Revision], others: Sequence[Revision]
-) -> list[Outcome]:
-    edits = [FactEdit(x=r.input, y=r.prediction, a=r.alternatives[0]) for r in revisions]
-    patches = method.propose(model, edits)
-    own_texts = [[r.input, *r.rephrases, *r.human_rephrases] for r in revisions]
-    with edited(model.layers, stack_patches(patches, model.layers)):
-        own = _say_each(model, own_texts)
-        to_others = _say_all(model, [other.input for other in others], len(edits))
-    return [
-        outcome(revision, edit.a, dict(zip(texts, said, strict=True)), others, said_others)
-        for revision, edit, texts, said, said_others in zip(revisions, edits, own_texts, own, to_others, strict=True)
-    ]
+@dataclass(frozen=True)
+class Examined:
+    """One edit, looked at."""
+
+    outcome: Outcome
+    says: str  # to x
+    says_others: list[str]
+    scores: list[float] | None  # of the other inputs' original predictions, where asked for
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Other inputs of like length, with what the unedited model makes of them."""
+
+    numbers: list[int]
+    rows: Rows
+    before: Tensor | None  # (places, width)  features
+    row: Tensor | None  # (places,)  whose place each is
+
+
+class Examiner:
+    """Other inputs to try edits on. What the unedited model makes of them is computed once."""
+
+    @torch.no_grad()
+    @varying_shapes()
+    def __init__(self, model: TaskModel, others: Sequence[Revision], edits: int = 32, scores: bool = False):
+        """`edits` run side by side; with `scores`, how far the scores of predictions move is measured too."""
+        self.model = model
+        self.others = others
+        self.scores = scores
+        encoded = model.encode([other.input for other in others], model.max_input_tokens)
+        targets = model.encode_targets([other.prediction for other in others]) if scores else None
+        self.batches = [
+            self._batch(batch, encoded, targets)
+            for batch in model.batches([len(one["input_ids"]) * edits for one in encoded])
+        ]
+        unedited = [self._scores(batch, batch.before, 1) for batch in self.batches] if scores else []
+        self.scores_before = self._in_order([found.squeeze(0) for found, _ in unedited]) if scores else []
+
+    def _batch(self, numbers: list[int], encoded: list[Encoded], targets: list | None) -> _Batch:
+        rows = self.model.collate([encoded[i] for i in numbers], [targets[i] for i in numbers] if targets else None)
+        if targets is None:
+            return _Batch(numbers, rows, None, None)
+        assert rows.labels is not None
+        tokens = rows.labels.flatten().ne(-100).nonzero().squeeze(1)
+        rows = replace(rows, places=tokens)
+        width = rows.labels.shape[1] if rows.labels.dim() == 2 else 1
+        return _Batch(numbers, rows, self.model.features(rows), tokens // width)
+
+    @torch.no_grad()
+    @varying_shapes()
+    def examine(self, patches: Sequence[Patch], revisions: Sequence[Revision]) -> list[Examined]:
+        """What each patch does to its own texts and to all others."""
+        own_texts = [[r.input, *r.rephrases, *r.human_rephrases] for r in revisions]
+        edits = len(revisions)
+        with edited(self.model.layers, stack_patches(patches, self.model.layers)):
+            own = _say_each(self.model, own_texts)
+            asked = [self._ask(batch, edits) for batch in self.batches]
+        found = []
+        for e, revision in enumerate(revisions):
+            says = dict(zip(own_texts[e], own[e], strict=True))
+            says_others = self._in_order([said[e] for said, _, _ in asked])
+            moved = self._in_order([kls[e] for _, _, kls in asked]) if self.scores else None
+            target = patches[e].edits[0].a
+            result = outcome(revision, target, says, self.others, says_others, moved)
+            scores = self._in_order([scores[e] for _, scores, _ in asked]) if self.scores else None
+            found.append(Examined(result, says[revision.input], says_others, scores))
+        return found
+
+    def _ask(self, batch: _Batch, edits: int) -> tuple[list[list[str]], list[list[float]], list[list[float]]]:
+        """What every edit says to the batch; scores and KL of what was said before. Each (edits, inputs)."""
+        inputs = {key: tensor.repeat(edits, 1) for key, tensor in batch.rows.inputs.items()}
+        said: list[str] | None = None
+        scores: list[list[float]] = []
+        kls: list[list[float]] = []
+        if self.scores:
+            features = self.model.features(self._repeated(batch, inputs, edits))
+            said = self.model.said(self.model.scores(features))
+            found, moved = self._scores(batch, features, edits)
+            scores, kls = found.tolist(), moved.tolist()
+        if said is None:
+            said = [ranked[0] for ranked in self.model.decide(Rows(inputs))]
+        count = len(batch.numbers)
+        return [said[e * count : (e + 1) * count] for e in range(edits)], scores, kls
+
+    def _repeated(self, batch: _Batch, inputs: dict[str, Tensor], edits: int) -> Rows:
+        labels, places = batch.rows.labels, batch.rows.places
+        assert labels is not None
+        assert places is not None
+        offsets = torch.arange(edits, device=places.device)[:, None] * labels.numel()
+        shape = (edits, *(1,) * (labels.dim() - 1))
+        return Rows(inputs, labels.repeat(*shape), (offsets + places).flatten())
+
+    def _scores(self, batch: _Batch, features: Tensor | None, edits: int) -> tuple[Tensor, Tensor]:
+        """(edits, inputs) each: the score of the original prediction, and the KL to what was there before."""
+        assert features is not None
+        assert batch.before is not None
+        assert batch.row is not None
+        assert batch.rows.labels is not None
+        assert batch.rows.places is not None
+        labels = batch.rows.labels.flatten()[batch.rows.places]
+        places = len(labels)
+        log_p, moved = [], []
+        for start in range(0, places, PLACES_AT_ONCE // edits or 1):
+            part = slice(start, start + (PLACES_AT_ONCE // edits or 1))
+            before = self.model.scores(batch.before[part])  # (places, classes)
+            after = self.model.scores(features.view(edits, places, -1)[:, part])  # (edits, places, classes)
+            log_p.append(-F.cross_entropy(after.movedim(-1, 1), labels[part].expand(edits, -1), reduction="none"))
+            moved.append(kl(before.expand_as(after), after))
+        tokens = torch.bincount(batch.row, minlength=len(batch.numbers))
+
+        def mean_over_tokens(values: list[Tensor]) -> Tensor:
+            sums = torch.zeros(edits, len(batch.numbers), device=labels.device)
+            return sums.index_add(1, batch.row, torch.cat(values, 1)) / tokens
+
+        score = mean_over_tokens(log_p)
+        # Of labels, log-odds: probabilities near 1 would all look alike.
+        if batch.rows.labels.dim() == 1:
+            score = score - torch.log1p(-score.exp().clamp(max=1 - 1e-7))
+        return score, mean_over_tokens(moved)
+
+    def _in_order(self, parts: Sequence[Sequence]) -> list:
+        """Values of all batches, in the order of the other inputs."""
+        ordered: list = [None] * len(self.others)
+        for batch, values in zip(self.batches, parts, strict=True):
+            for number, value in zip(
+                batch.numbers, values if isinstance(values, list) else values.tolist(), strict=True
+            ):
+                ordered[number] = value
+        return ordered
 
 
 def _say_each(model: TaskModel, texts: list[list[str]]) -> list[list[str]]:
     """What each edit says to its own texts. Edits with fewer texts say their first again, so that rows line up."""
     most = max(map(len, texts))
     columns = [[own[k] if k < len(own) else own[0] for own in texts] for k in range(most)]
-    longest = [max(map(len, column)) for column in columns]
+    encoded = [model.encode(column, model.max_input_tokens) for column in columns]
+    lengths = [max(len(one["input_ids"]) for one in column) * len(texts) for column in encoded]
     said: list[list[str]] = [[""] * most for _ in texts]
-    for batch in model.batches([length * len(texts) // 4 for length in longest]):
-        rows = [columns[k][e] for e in range(len(texts)) for k in batch]
-        decided = iter(model.decide(model.collate(model.encode(rows, model.max_input_tokens))))
+    for batch in model.batches(lengths):
+        decided = iter(model.decide(model.collate([encoded[k][e] for e in range(len(texts)) for k in batch])))
         for e in range(len(texts)):
             for k in batch:
                 said[e][k] = next(decided)[0]
     return [own[: len(mine)] for own, mine in zip(said, texts, strict=True)]
-
-
-def _say_all(model: TaskModel, texts: list[str], edits: int) -> list[list[str]]:
-    """What every edit says to all texts; texts of like length share a forward."""
-    encoded = model.encode(texts, model.max_input_tokens)
-    said = [[""] * len(texts) for _ in range(edits)]
-    for batch in model.batches([len(one["input_ids"]) * edits for one in encoded]):
-        rows = model.collate([encoded[i] for i in batch])
-        repeated = Rows({key: tensor.repeat(edits, 1) for key, tensor in rows.inputs.items()})
-        decided = iter(model.decide(repeated))
-        for e in range(edits):
-            for i in batch:
-                said[e][i] = next(decided)[0]
-    return said

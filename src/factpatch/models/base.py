@@ -118,6 +118,10 @@ class TaskModel(ABC):
     def scores(self, features: Tensor) -> Tensor:
         """The logits of features: (places, labels or vocabulary), in float32."""
 
+    def said(self, scores: Tensor) -> list[str] | None:
+        """What the scores alone decide, a text for each place; None where deciding takes a search."""
+        return None
+
     @abstractmethod
     def losses(self, rows: Rows) -> Tensor:
         """Plain cross-entropy of each row's target, averaged over the row's target tokens: (rows,)."""

@@ -45,6 +45,9 @@ class Classifier(TaskModel):
     def scores(self, features: Tensor) -> Tensor:
         return features.float()
 
+    def said(self, scores: Tensor) -> list[str] | None:
+        return [self.labels[i] for i in scores.argmax(-1).tolist()]
+
     def losses(self, rows: Rows) -> Tensor:
         assert rows.labels is not None
         return F.cross_entropy(self.logits(rows), rows.labels, reduction="none")

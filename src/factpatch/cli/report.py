@@ -1,0 +1,54 @@
+"""factpatch report"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from factpatch.cli.common import Json, Seed, print_json, stdout, working
+from factpatch.files import check_writable
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that evaluate and train have written.")],
+    output: Annotated[Path, typer.Option(help="The folder for tables and figures.")],
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Draw the paper's table and figures from results.
+
+    Example: factpatch report runs/a runs/b --output report
+    """
+    start = time.perf_counter()
+    with working("drawing"):
+        from factpatch.report import (
+            contests,
+            find_matplotlib,
+            list_figures,
+            main_table,
+            read_runs,
+            terminal_table,
+            write_figures,
+            write_tables,
+        )
+
+        find_matplotlib()
+        check_writable(output / "table.md")
+        evaluations, trainings = read_runs(runs)
+        table = main_table(evaluations)
+        compared = contests(evaluations, seed)
+        files = write_tables(table, evaluations, compared, output)
+        files += write_figures(list_figures(evaluations, trainings, compared), output)
+    if as_json:
+        seconds = time.perf_counter() - start
+        count = len(evaluations) + len(trainings)
+        print_json({"runs": count, "files": [str(file) for file in files], "seconds": seconds})
+        return
+    if evaluations:
+        stdout.print(terminal_table(table))
+    for file in files:
+        stdout.print(escape(str(file)), soft_wrap=True)

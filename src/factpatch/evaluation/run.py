@@ -1,0 +1,139 @@
+"""A method on a revision set, at scale: results a line an edit, so that a killed run goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+
+from factpatch.editors import BOUNDS, EditMethod, FineTune
+from factpatch.errors import InputError
+from factpatch.evaluation.details import write_details
+from factpatch.evaluation.measure import Examined, Examiner, edit_of, editable, measure
+from factpatch.facts import Revision, read_jsonl
+from factpatch.files import ResumableLines, atomic_file
+from factpatch.metrics import Outcome, intervals, summary
+from factpatch.models import Classifier, TaskModel
+from factpatch.models.layers import block_names
+
+SELECT_EDITS, SELECT_INPUTS = 50, 200  # that a baseline's block and bound are chosen on
+
+
+def sampled(
+    model: TaskModel, revisions: Sequence[Revision], edits: int | None, retain: int | None, seed: int
+) -> tuple[list[Revision], list[Revision]]:
+    """Revisions to edit, and other inputs to try each edit on; all of them, where no number is given."""
+    chance = random.Random(seed)
+    candidates = editable(model, revisions)
+    if not candidates:
+        raise InputError("expected revisions with alternatives, found none; make them with factpatch revise")
+    order = chance.sample(candidates, len(candidates))
+    others = chance.sample(list(revisions), len(revisions))
+    return order[:edits], others[:retain]
+
+
+def evaluate(
+    method: EditMethod,
+    model: TaskModel,
+    edits: Sequence[Revision],
+    others: Sequence[Revision],
+    folder: Path,
+    settings: dict[str, Any],
+    on_done: Callable[[int], object] = lambda edits: None,
+) -> dict[str, Any]:
+    """Writes edits.jsonl, details.safetensors, examples.json and summary.json; returns the result.
+
+    Several processes share the batches of edits; the first writes.
+    """
+    state = PartialState()
+    size = method.at_once(model)
+    batches = [edits[start : start + size] for start in range(0, len(edits), size)]
+    # The last batch may be short: chunks of one line keep what is whole, and batches start anew from there.
+    lines = (
+        ResumableLines(folder / "edits.jsonl", _identity(model, edits, others, settings), 1)
+        if state.is_main_process
+        else None
+    )
+    shared = [lines.done // size * size if lines else 0]
+    broadcast_object_list(shared)
+    if lines:
+        lines.keep(shared[0])
+    on_done(shared[0])
+    examiner = Examiner(model, others, size, scores=True)
+    for first in range(shared[0] // size, len(batches), state.num_processes):
+        mine = first + state.process_index
+        found: list[tuple[Revision, Examined]] = []
+        if mine < len(batches):
+            patches = method.propose(model, [edit_of(revision) for revision in batches[mine]])
+            found = list(zip(batches[mine], examiner.examine(patches, batches[mine]), strict=True))
+            if mine == 0:
+                write_details(folder, examiner, patches, batches[0], [examined for _, examined in found])
+        rows = [_line(revision, examined) for revision, examined in found]
+        rows = gather_object(rows) if state.num_processes > 1 else rows
+        if lines:
+            lines.write(rows)
+        on_done(len(rows))
+    if lines is None:
+        return {}
+    lines.finish()
+    return _summarise(model, folder, len(others), settings)
+
+
+def _identity(
+    model: TaskModel, edits: Sequence[Revision], others: Sequence[Revision], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """What a resumed run must share with the one it goes on with."""
+    ids = [[revision.id for revision in part] for part in (edits, others)]
+    return {**settings, "fingerprint": model.fingerprint, "dtype": str(model.model.dtype), "ids": ids}
+
+
+def _line(revision: Revision, examined: Examined) -> str:
+    about = {
+        "id": revision.id,
+        "input": revision.input,
+        "prediction": revision.prediction,
+        "target": revision.alternatives[0],
+        "says": examined.says,
+    }
+    return json.dumps({**about, **asdict(examined.outcome)}, ensure_ascii=False)
+
+
+def _summarise(model: TaskModel, folder: Path, inputs: int, settings: dict[str, Any]) -> dict[str, Any]:
+    names = [field.name for field in fields(Outcome)]
+    outcomes = list(read_jsonl(folder / "edits.jsonl", lambda line: Outcome(**{name: line[name] for name in names})))
+    result = {**summary(outcomes), "intervals": intervals(outcomes), "edits": len(outcomes), "retain_inputs": inputs}
+    write_summary(
+        folder, {"task": "classify" if isinstance(model, Classifier) else "answer", **settings, "result": result}
+    )
+    return result
+
+
+def write_summary(folder: Path, about: dict[str, Any]) -> None:
+    with atomic_file(folder / "summary.json") as scratch:
+        scratch.write_text(json.dumps(about, indent=2) + "\n")
+
+
+def select(
+    model: TaskModel,
+    layers: str,
+    bounded: bool,
+    edits: Sequence[Revision],
+    others: Sequence[Revision],
+    on_done: Callable[[int], object] = lambda tried: None,
+) -> tuple[FineTune, list[dict[str, Any]]]:
+    """The block (where layers is "block") and the bound with the highest success + retain, and all that was tried."""
+    blocks = block_names(model.layers) if layers == "block" else [layers]
+    tried: list[dict[str, Any]] = []
+    for block in blocks:
+        for bound in BOUNDS if bounded else (None,):
+            found = summary(measure(FineTune(block, bound), model, edits[:SELECT_EDITS], others[:SELECT_INPUTS]))
+            tried.append({"layers": block, "bound": bound, "success": found["success"], "retain": found["retain"]})
+            on_done(1)
+    best = max(tried, key=lambda one: (one["success"] or 0) + (one["retain"] or 0))
+    return FineTune(best["layers"], best["bound"]), tried

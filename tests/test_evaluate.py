@@ -1,0 +1,254 @@
+"""Evaluation as a command: every method, what it writes, and runs that are killed, resumed and shared."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conftest import Ran, loud_editor
+from processes import run_aside
+from safetensors import safe_open
+from samples import answerer, fact_checker, read_lines, revisions, write_revisions
+
+from factpatch.constraints import kl
+from factpatch.deltas import Dense
+from factpatch.editors import HyperNetwork
+from factpatch.evaluation import evaluate, sampled
+from factpatch.evaluation.details import sketches
+from factpatch.evaluation.measure import Examiner, edit_of, editable
+from factpatch.metrics import Outcome, intervals
+from factpatch.models import Seq2Seq, TaskModel, load_model
+
+KEYS = {"success", "retain", "equivalence", "equivalence_human", "deterioration", "edits", "retain_inputs", "seconds"}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model of each task with an editor and a revision file."""
+    place = tmp_path_factory.mktemp("world")
+    models = {"classify": fact_checker(place / "checker"), "answer": answerer(place / "answerer")}
+    found: dict[str, Any] = {}
+    for task, folder in models.items():
+        model = load_model(folder, "cpu")
+        if isinstance(model, Seq2Seq):
+            model.limit_answers(5)
+            model.model.generation_config = model.generation
+            model.save(folder)
+        loud_editor(model).save(place / f"{task}-editor")
+        data = write_revisions(place / f"{task}.jsonl", model, 24)
+        found[task] = {"model": folder, "editor": place / f"{task}-editor", "data": data}
+    return found
+
+
+@pytest.mark.parametrize("task", ["classify", "answer"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--method", "hyper"],
+        ["--method", "finetune"],
+        ["--method", "finetune", "--layers", "block", "--select"],
+        ["--method", "zhu", "--bound", "1e-3"],
+        ["--method", "zhu", "--select"],
+        ["--method", "gradient"],
+    ],
+    ids=" ".join,
+)
+def test_every_method(
+    world: dict[str, Any],
+    task: str,
+    options: list[str],
+    tmp_path: Path,
+    run: Callable[..., Ran],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("factpatch.evaluation.run.SELECT_EDITS", 2)
+    monkeypatch.setattr("factpatch.evaluation.run.SELECT_INPUTS", 4)
+    if "--select" in options and task == "answer":
+        pytest.skip("choosing is the same for all models, and slow for those that search")
+    files = world[task]
+    editor = ["--editor", files["editor"]] if "hyper" in options else []
+    common = ["--model", files["model"], "--data", files["data"], "--edits", 5, "--retain", 7, "--device", "cpu"]
+    result = run("evaluate", *common, *options, *editor, "--output", tmp_path / "run", "--json").json
+    assert result.keys() >= KEYS
+    assert (result["edits"], result["retain_inputs"]) == (5, 7)
+    if result["retain"]:
+        assert 0 <= result["kl_mean"] <= result["kl_worst"]
+    low, high = result["intervals"]["retain"]
+    assert low <= result["retain"] <= high
+    lines = read_lines(tmp_path / "run" / "edits.jsonl")
+    assert len(lines) == 5
+    assert sum(line["success"] for line in lines) / 5 == pytest.approx(result["success"])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["task"] == task
+    assert summary["method"] == options[1]
+    if "--select" in options:
+        assert len(summary["tried"]) == (5 if "zhu" in options else 2 if task == "classify" else 4)
+        best = max(summary["tried"], key=lambda one: one["success"] + one["retain"])
+        assert (summary["layers"], summary["bound"]) == (best["layers"], best["bound"])
+    with safe_open(tmp_path / "run" / "details.safetensors", "pt") as file:
+        weights, ids = (json.loads(file.metadata()[key]) for key in ("weights", "edits"))
+        assert file.get_tensor("magnitudes").shape == (len(weights),)
+        assert file.get_tensor("sketches").shape[0] == len(ids)
+        assert len(file.get_tensor("scores_before")) == len(file.get_tensor("changed"))
+    example = json.loads((tmp_path / "run" / "examples.json").read_text())[0]
+    assert {row["kind"] for row in example["rows"]} - {"paraphrase"} == {"input", "unrelated"}
+    assert example["rows"][0]["before"][0] == example["edit"]["y"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--method", "magic"], "expected one of hyper"),
+        (["--method", "hyper"], "needs --editor"),
+        (["--method", "zhu"], "either --bound or --select"),
+        (["--method", "finetune", "--bound", "1"], "only the method zhu"),
+        (["--method", "finetune", "--layers", "block"], "needs --select"),
+        (["--method", "zhu", "--bound", "-1"], "above 0"),
+        (["--method", "gradient", "--select"], "something to --select"),
+    ],
+)
+def test_options_that_do_not_fit(
+    world: dict[str, Any], options: list[str], reason: str, tmp_path: Path, run: Callable[..., Ran]
+) -> None:
+    files = world["classify"]
+    ran = run("evaluate", "--model", files["model"], "--data", files["data"], "--output", tmp_path / "run", *options)
+    assert ran.code == 2
+    assert reason in " ".join(ran.err.split())
+
+
+def test_scores_and_kl(model: TaskModel, editor: HyperNetwork) -> None:
+    """Against one edit at a time on materialised weights, one input at a time."""
+    if isinstance(model, Seq2Seq):
+        model.limit_answers(5)
+    known = revisions(model, 10)
+    edits = editable(model, known)[:3]
+    patches = editor.propose(model, [edit_of(revision) for revision in edits])
+    examiner = Examiner(model, known, 3, scores=True)
+    for patch, examined in zip(patches, examiner.examine(patches, edits), strict=True):
+        kls = []
+        for i, other in enumerate(known):
+            rows = model.rows([other.input], [other.prediction])
+            with torch.no_grad():
+                before = model.scores(model.features(rows))
+                with patch.applied(model):
+                    after = model.scores(model.features(rows))
+            assert rows.labels is not None
+            log_p = after.log_softmax(-1).gather(1, rows.labels.flatten()[:, None]).mean()
+            score = torch.logit(log_p.exp(), eps=1e-7) if rows.labels.dim() == 1 else log_p
+            assert examined.scores is not None
+            assert examined.scores[i] == pytest.approx(score.item(), rel=1e-2, abs=1e-3)
+            if other.input != patch.edits[0].x and examined.says_others[i] == other.prediction:
+                kls.append(kl(before, after).mean().item())
+        assert examined.outcome.kl_mean == pytest.approx(sum(kls) / len(kls), rel=1e-2, abs=1e-5) if kls else True
+
+
+def test_sketches_keep_cosines() -> None:
+    torch.manual_seed(0)
+    shared = torch.randn(40, 30)
+    updates = [{"w": Dense(shared + noise * torch.randn(40, 30))} for noise in (0.0, 0.5, 100.0)]
+    exact = [
+        torch.cosine_similarity(updates[0]["w"].delta.flatten(), u["w"].delta.flatten(), 0).item() for u in updates
+    ]
+    found = sketches(updates)
+    nearly = [torch.cosine_similarity(found[0], sketch, 0).item() for sketch in found]
+    assert nearly == pytest.approx(exact, abs=0.1)
+    assert sketches([{"v": updates[0]["w"]}])[0].tolist() != found[0].tolist(), "another weight, another projection"
+
+
+def test_low_rank_and_dense_sketches_agree() -> None:
+    model = tiny.build("bert")
+    known = editable(model, revisions(model, 2))
+    patches = loud_editor(model).propose(model, [edit_of(known[0])])
+    dense = {name: Dense(delta.dense()) for name, delta in patches[0].deltas.items()}
+    torch.testing.assert_close(sketches([patches[0].deltas])[0], sketches([dense])[0], rtol=1e-3, atol=1e-3)
+
+
+def test_intervals_hold_the_mean_and_shrink_with_more_edits() -> None:
+    def made(count: int) -> list[Outcome]:
+        return [
+            Outcome(i % 2 == 0, 0.9, None, 0.5 + 0.5 * (i % 3 == 0), 0.8, 0.6 + 0.2 * (i % 2)) for i in range(count)
+        ]
+
+    few, many = intervals(made(20)), intervals(made(2000))
+    assert few.keys() == {"success", "retain", "equivalence_human", "deterioration"}
+    for found in (few, many):
+        assert found["success"][0] <= 0.5 <= found["success"][1]
+        assert found["retain"] == pytest.approx([0.9, 0.9])
+    assert many["success"][1] - many["success"][0] < 0.1 < few["success"][1] - few["success"][0]
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_killed_run_ends_in_the_same_summary(world: dict[str, Any], tmp_path: Path) -> None:
+    files = world["classify"]
+    model = load_model(files["model"], "cpu")
+    editor = HyperNetwork.load(files["editor"])
+    known = [replace(r, id=f"{n}-{r.id}") for n in range(3) for r in revisions(model, 24, seed=n)]
+    edits, others = sampled(model, known, 70, 9, 0)
+    whole = evaluate(editor, model, edits, others, tmp_path / "whole", {"seed": 0})
+    done = 0
+
+    def kill(count: int) -> None:
+        nonlocal done
+        done += count
+        if done >= 32:
+            raise Killed
+
+    with pytest.raises(Killed):
+        evaluate(editor, model, edits, others, tmp_path / "killed", {"seed": 0}, kill)
+    part = tmp_path / "killed" / ".edits.jsonl.part"
+    part.write_text(
+        part.read_text() + part.read_text().splitlines()[0] + "\n" + '{"half'
+    )  # as of a kill in the next batch
+    seen: list[int] = []
+    assert evaluate(editor, model, edits, others, tmp_path / "killed", {"seed": 0}, seen.append) == whole
+    assert seen == [32, 32, 6]
+    for name in ("edits.jsonl", "summary.json", "examples.json", "details.safetensors"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_two_processes_write_what_one_writes(
+    world: dict[str, Any], tmp_path: Path, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    files = world["classify"]
+    options = [
+        "evaluate",
+        "--model",
+        files["model"],
+        "--editor",
+        files["editor"],
+        "--data",
+        files["data"],
+        "--device",
+        "cpu",
+    ]
+    command = tmp_path / "command.py"
+    command.write_text(
+        "import sys\nimport factpatch.editors.hypernetwork as h\nh.EDITS_PER_BATCH = 5\n"
+        "from factpatch.cli import main\nmain(sys.argv[1:])\n"
+    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", command]
+    with run_aside(
+        [str(part) for part in [*launcher, *options, "--output", tmp_path / "two", "--json"]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=90)
+        finally:
+            process.terminate()
+    assert process.returncode == 0, err
+    two = json.loads(out)
+    monkeypatch.setattr("factpatch.editors.hypernetwork.EDITS_PER_BATCH", 5)
+    one = run(*options, "--output", tmp_path / "one", "--json").json
+    assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in two.items() if k != "seconds"}
+    assert (tmp_path / "one" / "edits.jsonl").read_text() == (tmp_path / "two" / "edits.jsonl").read_text()
