@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "factpatch"
 # Rooms from the ground floor up. A module imports from its own room and from rooms below.
 FLOORS = [
     {"errors"},
-    {"files", "device"},
+    {"files", "device", "world"},
     {"facts"},
     {"deltas"},
     {"patch"},
@@ -23,6 +23,7 @@ FLOORS = [
     {"metrics", "constraints"},
     {"evaluation"},
     {"training"},
+    {"report"},
     {"bench", "demo"},
     {"cli"},
     {"__main__"},

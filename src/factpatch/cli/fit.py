@@ -29,6 +29,9 @@ def fit(
     ],
     output: Annotated[Path, typer.Option(help="The folder for the fine-tuned model.")],
     dev: Annotated[str | None, typer.Option(help="Facts to measure the result on, once.")] = None,
+    valid: Annotated[
+        str | None, typer.Option(help="Facts that choose the best weights. A slice of train, if left out.")
+    ] = None,
     task: Annotated[str, typer.Option(help="classify: claims to labels. answer: questions to answers.")] = "classify",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-5,
     batch: Annotated[int, typer.Option(help="Examples an update, over all processes.")] = 256,
@@ -72,7 +75,7 @@ def fit(
             score = "" if status.score is None else f"held-out {status.score:.3f}"
             update(status.share, f"step {status.step}  loss {status.loss:.3f}  {score}")
 
-        result = run.run(train, dev, skip_bad, watch)
+        result = run.run(train, dev, skip_bad, watch, valid)
     if not is_main_process():
         return
     print_json(result) if as_json else show_counts(result, output)

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from factpatch import world
 from factpatch.deltas import Delta, LowRank, add
 from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError
@@ -221,10 +222,11 @@ class HyperNetwork(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, device: str | torch.device = "cpu") -> HyperNetwork:
-        folder = Path(folder)
+        folder = world.EDITOR if folder == "world" else Path(folder)
         try:
             saved = json.loads((folder / "config.json").read_text())
-            state = load_file(folder / "editor.safetensors", device=str(device))
+            stored = load_file(folder / "editor.safetensors", device=str(device))
+            state = {name: tensor.float() for name, tensor in stored.items()}
             config = EditorConfig(**{f.name: saved["editor"][f.name] for f in fields(EditorConfig)})
             shapes = {name: (out, in_) for name, (out, in_) in saved["weights"].items()}
             with torch.device("meta"):

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from factpatch import world
 from factpatch.device import find_device
 from factpatch.errors import ModelError
 from factpatch.models.base import Rows, TaskModel
@@ -31,7 +32,7 @@ def load_model(
     labels: Sequence[str] | None = None,
     dropout: float | None = None,
 ) -> TaskModel:
-    """A task model from a folder or, where no such folder exists, from the hub.
+    """A task model from a folder or, where no such folder exists, from the hub; "world" is the embedded one.
 
     Its kind is read from the config; `task` ("classify" or "answer") asks for one that the config does not name yet,
     as for a bare encoder that is about to be fine-tuned, and `labels` are then what its classifier chooses from.
@@ -73,6 +74,8 @@ def load_model(
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelError(f"{name} has no tokenizer files beside its weights; save the tokenizer there too")
     loaded = kind(model, tokenizer)
+    if dtype is None and place.type == "cpu" and model.dtype == torch.float16:
+        dtype = torch.float32  # a CPU is slow in half precision
     if dtype is not None and dtype != model.dtype:
         loaded.cast(dtype)
     loaded.model.to(place)
@@ -94,7 +97,7 @@ def kind_of(config: PretrainedConfig) -> type[TaskModel]:
 
 def _source(name: str | Path) -> tuple[str, bool]:
     """What transformers should read, and whether it must stay off the network."""
-    path = Path(name).expanduser()
+    path = world.MODEL if name == "world" else Path(name).expanduser()
     if path.is_dir():
         return str(path), True
     looks_like_path = isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1

@@ -102,8 +102,9 @@ class Fit:
         dev: str | Path | None,
         skip_bad: bool = False,
         watch: Callable[[Status], object] = lambda status: None,
+        valid: str | Path | None = None,
     ) -> dict[str, Any]:
-        """Trains, keeps the weights that are best on a slice held out of train, and measures them on dev."""
+        """Trains, keeps the weights that are best on a slice held out of train, or on `valid`; measures them on dev."""
         config = self.config
         torch.manual_seed(config.seed)
         self.train_hash = source_hash(train)
@@ -122,7 +123,10 @@ class Fit:
         self.accelerator = Accelerator(mixed_precision="bf16" if on_gpu else "no", cpu=not on_gpu)
         self.model.model.to(self.accelerator.device)
         dev_records, dev_counts = read_answered(dev, skip_bad, self.model) if dev else ([], Counts())
-        held_out, kept = hold_out(records, config.holdout or (1000 if labels else 500), config.seed)
+        if valid:
+            held_out, kept = read_answered(valid, skip_bad, self.model)[0], records
+        else:
+            held_out, kept = hold_out(records, config.holdout or (1000 if labels else 500), config.seed)
         examples = self._examples(kept)
         if config.task == "answer":
             self._set_answer_length(examples)

@@ -1,0 +1,93 @@
+"""What all figures share: one look, and how they are written."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from factpatch.errors import InputError
+from factpatch.files import atomic_file
+
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+WIDTH = 9.0  # inches; at 150 dpi a page's width of a README, with letters as large as its text
+DARK, BLUE, ORANGE = "#1b3a5c", "#2a5f98", "#d55e00"
+
+# Colours differ in lightness, lines in dashes and markers, so that a grey print tells them apart.
+STROKES: list[dict[str, Any]] = [
+    {"color": "#000000", "linestyle": "-", "marker": "o"},
+    {"color": ORANGE, "linestyle": "--", "marker": "s"},
+    {"color": "#0072b2", "linestyle": "-.", "marker": "^"},
+    {"color": "#009e73", "linestyle": ":", "marker": "D"},
+    {"color": "#cc79a7", "linestyle": (0, (6, 2, 1, 2, 1, 2)), "marker": "v"},
+    {"color": "#8c6d1f", "linestyle": (0, (2, 1)), "marker": "x"},
+]
+
+STYLE: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "figure.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "hatch.linewidth": 0.5,
+    "text.parse_math": False,  # a dollar in a fact is a dollar
+    "svg.fonttype": "none",  # texts stay texts, to be searched and read aloud
+    "svg.hashsalt": "factpatch",  # the same runs give the same bytes
+}
+
+
+def find_matplotlib() -> None:
+    """Raises now what drawing would raise later."""
+    try:
+        import_module("matplotlib")
+    except ImportError:
+        raise InputError("expected matplotlib for the figures, found none; install factpatch[plots]") from None
+
+
+def new_figure(height: float, width: float = WIDTH) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def write_figures(drawings: Mapping[str, Callable[[], Figure]], folder: Path) -> list[Path]:
+    """Draws each and writes it as PNG and SVG."""
+    find_matplotlib()
+    import matplotlib
+
+    files: list[Path] = []
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box
+        for name, draw in drawings.items():
+            figure = draw()
+            for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+                files.append(folder / f"{name}.{kind}")
+                with atomic_file(files[-1]) as scratch:
+                    figure.savefig(scratch, format=kind, dpi=150, metadata=metadata)
+    return files
+
+
+def wrapped(label: str, width: int = 24) -> str:
+    """In lines of at most so many letters; `m = 1e-4` stays together."""
+    return textwrap.fill(label.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"), width, break_on_hyphens=False)
+
+
+def plain_powers(axis: Axis) -> None:
+    """0.01 on a logarithmic axis: a power of ten would need the mathematics that STYLE has put off."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    axis.set_major_formatter(Plain())
+    axis.set_minor_formatter(Plain(minor_thresholds=(1, 0.4)))  # numbers where a decade alone is in view

@@ -1,0 +1,88 @@
+"""Training curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from factpatch.report.canvas import STROKES, new_figure, plain_powers, wrapped
+from factpatch.report.runs import Training
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+RATES = {
+    "success": "success",
+    "retain": "retain",
+    "equivalence": "equivalence",
+    "equivalence_human": "equivalence, human",
+}
+
+
+def draw_curves(training: Training) -> Figure:
+    """Rates; loss and constraints against their margins; multipliers."""
+    constraints = training.constraints()
+    heights = [2.3, 2.3, 1.3] if constraints else [2.3, 2.0]
+    figure = new_figure(sum(heights) + 0.7, 7.5)
+    figure.suptitle(wrapped(f"Training of {training.name}: each validation", 80))
+    rates, losses, *below = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    _draw_lines(rates, training, {key: label for key, label in RATES.items() if training.has(key)}, scale=100)
+    rates.set(ylabel="share, %")
+    rates.set_ylim(top=101)
+    shown = {"loss": "edit loss"}
+    for name in constraints:
+        shown |= {name: name.upper(), f"{name}_margin": f"{name.upper()}'s margin"}
+    _draw_lines(losses, training, shown)
+    losses.set(yscale="log", ylabel=" and ".join(["loss", *map(str.upper, constraints)]) + ", log scale")
+    plain_powers(losses.yaxis)
+    for axes in below:
+        _draw_lines(axes, training, {f"{name}_multiplier": f"{name.upper()}'s multiplier" for name in constraints})
+        axes.set(ylabel="multiplier")
+        axes.set_ylim(bottom=0)
+    (below or [losses])[-1].set_xlabel("step")
+    figure.align_ylabels()
+    return figure
+
+
+def draw_comparison(trainings: Sequence[Training]) -> Figure:
+    """Rates of several runs, a panel a rate."""
+    keys = [key for key in RATES if any(training.has(key) for training in trainings)]
+    figure = new_figure(2.1 * len(keys) + 0.8, 7.5)
+    figure.suptitle("Training runs beside each other: each validation")
+    panels = figure.subplots(len(keys), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, key in zip(panels, keys, strict=True):
+        for i, training in enumerate(trainings):
+            _draw_line(axes, training, key, training.name, 100, i)
+        axes.set(ylabel=f"{RATES[key]}, %")
+        axes.set_ylim(top=101)
+        axes.grid(color="0.9")
+    panels[-1].set_xlabel("step")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), handlelength=3.5)
+    return figure
+
+
+def _draw_lines(axes: Axes, training: Training, shown: dict[str, str], scale: float = 1) -> None:
+    for i, (key, label) in enumerate(shown.items()):
+        _draw_line(axes, training, key, label, scale, i)
+    axes.grid(color="0.9")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(shown), handlelength=3.5, borderaxespad=0.2)
+
+
+def _draw_line(axes: Axes, training: Training, key: str, label: str, scale: float, number: int) -> None:
+    steps, values = training.series("step"), scale * training.series(key)
+    there = np.isfinite(values)
+    stroke = STROKES[number % len(STROKES)]
+    every = max(1, there.sum() // 10)
+    axes.plot(
+        steps[there],
+        values[there],
+        label=label,
+        markersize=4.5,
+        linewidth=1.3,
+        markevery=(number % every, every),
+        **stroke,
+    )

@@ -1,0 +1,245 @@
+"""The paper's figures of edit methods: logits, changed weights, cosines, weighted scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from factpatch.report.beams import draw_beams
+from factpatch.report.canvas import BLUE, DARK, ORANGE, new_figure, plain_powers, wrapped
+from factpatch.report.compare import Contest, Grid, cosines, grid
+from factpatch.report.curves import draw_comparison, draw_curves
+from factpatch.report.runs import TASKS, Details, Evaluation, Training
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+SCORES = {
+    "classify": "log-odds of the original prediction",
+    "answer": "mean log-probability of the original answer",
+}
+FEW = 1000  # up to so many points are drawn one by one
+FAINTEST = 1e-4  # of the largest change; below it all look alike
+PANELS = 5  # heat maps side by side
+
+
+def list_figures(
+    runs: Sequence[Evaluation], trainings: Sequence[Training], contests: Sequence[Contest]
+) -> dict[str, Callable[[], Figure]]:
+    """By file name, how to draw each figure for which there is something to show."""
+    detailed = [(run, run.details) for run in runs if run.details is not None]
+    changing = [run for run, details in detailed if any(details.magnitudes.values())]
+    sketched = [run for run, details in detailed if details.sketches]
+    drawings: dict[str, Callable[[], Figure]] = {
+        f"logits-{run.name}": partial(draw_logits, run, details) for run, details in detailed if len(details.before)
+    }
+    if changing:
+        drawings["magnitudes"] = partial(draw_magnitudes, changing)
+    if any(len(group) > 1 for group in _by_task(sketched).values()):
+        drawings["cosines"] = partial(draw_cosines, sketched)
+    if contests:
+        drawings["dirichlet"] = partial(draw_contests, contests)
+    drawings |= {f"beams-{run.name}": partial(draw_beams, run, run.examples[0]) for run in runs if run.examples}
+    drawings |= {f"curves-{training.name}": partial(draw_curves, training) for training in trainings}
+    if len(trainings) > 1:
+        drawings["curves-compare"] = partial(draw_comparison, trainings)
+    return drawings
+
+
+def _by_task(runs: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
+    groups = {task: [run for run in runs if run.task == task] for task in TASKS}
+    return {task: group for task, group in groups.items() if group}
+
+
+def draw_logits(run: Evaluation, details: Details) -> Figure:
+    """Scores of inputs that were not edited: an ideal edit leaves all on the diagonal (the paper's Figure 3)."""
+    figure = new_figure(5.3, 5.8)
+    axes = figure.add_subplot()
+    flipped = details.changed.astype(bool)
+    _draw_kept(figure, axes, details.before[~flipped], details.after[~flipped])
+    _draw_flipped(axes, details.before[flipped], details.after[flipped])
+    axes.axline((0, 0), slope=1, color="black", linewidth=1, linestyle="--", label="unchanged score")
+    both = np.concatenate([details.before, details.after])
+    pad = 0.04 * (np.ptp(both) or 1)
+    limits = (both.min() - pad, both.max() + pad)
+    axes.set(xlim=limits, ylim=limits, aspect="equal")
+    axes.set(xlabel=f"{SCORES[run.task]}, before", ylabel=f"{SCORES[run.task]}, after")
+    kept = 100 * (1 - flipped.mean())
+    title = wrapped(f"{TASKS[run.task]}, {run.label}:", 50)
+    axes.set_title(f"{title}\n{kept:.2f} % of other predictions are kept")
+    figure.legend(loc="outside lower center", ncols=3, handletextpad=0.4, columnspacing=1.2)
+    return figure
+
+
+def _draw_kept(figure: Figure, axes: Axes, before: np.ndarray, after: np.ndarray) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    label = f"kept: {len(before):,}"
+    if len(before) <= FEW:
+        axes.scatter(before, after, s=9, marker="o", color=DARK, alpha=0.5, linewidth=0, label=label)
+        return
+    shades = LinearSegmentedColormap.from_list("kept", ["#d3e0ee", BLUE])
+    cells = axes.hexbin(before, after, gridsize=45, bins="log", mincnt=1, cmap=shades, linewidths=0.2)
+    axes.scatter([], [], s=40, marker="h", color=BLUE, label=label)
+    bar = figure.colorbar(cells, cax=axes.inset_axes((1.03, 0, 0.035, 1)), label="kept predictions in a cell")
+    plain_powers(bar.ax.yaxis)
+
+
+def _draw_flipped(axes: Axes, before: np.ndarray, after: np.ndarray) -> None:
+    step = ceil(len(before) / FEW) or 1
+    drawn = "" if step == 1 else f", every {step}th drawn"
+    label = f"flipped: {len(before):,}{drawn}"
+    look = {"marker": "X", "s": 26, "color": ORANGE, "edgecolor": "white", "linewidth": 0.5, "zorder": 3}
+    axes.scatter(before[::step], after[::step], label=label, **look)
+
+
+def draw_magnitudes(runs: Sequence[Evaluation]) -> Figure:
+    """Which weights each method changes (the paper's Figure 4), each relative to its largest."""
+    groups = {task: _grids(group) for task, group in _by_task(runs).items()}
+    heights = [
+        2.2 + ceil(len(grids) / PANELS) * (0.7 + 0.19 * max(len(found.rows) for found in grids.values()))
+        for grids in groups.values()
+    ]
+    figure = new_figure(sum(heights))
+    figure.suptitle("Which weights each method changes")
+    for part, (task, grids) in zip(_parts(figure, heights), groups.items(), strict=True):
+        _draw_maps(part, TASKS[task], grids)
+    return figure
+
+
+def _grids(runs: Sequence[Evaluation]) -> dict[str, Grid]:
+    """By label. Weights that only other methods change in the same model have changed by 0."""
+    found = {}
+    for run in runs:
+        alike = [other.details.magnitudes for other in runs if other.details and other.model == run.model]
+        nothing = dict.fromkeys((weight for magnitudes in alike for weight in magnitudes), 0.0)
+        found[run.label] = grid(nothing | (run.details.magnitudes if run.details else {}))
+    return found
+
+
+def _draw_maps(part: SubFigure, title: str, grids: dict[str, Grid]) -> None:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+
+    unchanged = any((found.values == 0).any() for found in grids.values())
+    note = "; hatched: unchanged" if unchanged else ""
+    part.suptitle(f"{title}: root mean square change, relative to the method's largest{note}", fontsize=9.5)
+    lowest = min(found.shares[found.shares > 0].min() for found in grids.values())
+    norm = LogNorm(min(max(lowest, FAINTEST), 0.5), 1)
+    lines = ceil(len(grids) / PANELS)
+    columns = ceil(len(grids) / lines)
+    panels = part.subplots(lines, columns, squeeze=False).ravel()
+    for axes in panels[len(grids) :]:
+        axes.remove()
+    one_model = len({(*found.rows, *found.columns) for found in grids.values()}) == 1
+    for i, (label, found) in enumerate(grids.items()):
+        axes = panels[i]
+        _draw_map(axes, found, norm)
+        axes.set_title(f"{wrapped(label, 110 // max(columns, 3))}\nlargest {np.nanmax(found.values):.1e}", fontsize=8.5)
+        if not one_model or i % columns == 0:
+            axes.set_yticks(range(len(found.rows)), found.rows, fontsize=8)
+            axes.set_ylabel("layer")
+        if not one_model or i + columns >= len(grids):
+            axes.set_xticks(range(len(found.columns)), found.columns, rotation=90, fontsize=8)
+            axes.set_xlabel("weight")
+    bar = part.colorbar(
+        ScalarMappable(norm, "viridis"),
+        ax=list(panels[: len(grids)]),
+        label="relative change, log scale",
+        extend="min" if lowest < FAINTEST else "neither",
+        aspect=30,
+    )
+    plain_powers(bar.ax.yaxis)
+
+
+def _draw_map(axes: Axes, found: Grid, norm: Any) -> None:
+    axes.imshow(np.ma.masked_where(~(found.shares > 0), found.shares), norm=norm, cmap="viridis", aspect="auto")
+    _hatch(axes, found.values == 0)
+    for row in found.stacks:
+        axes.axhline(row - 0.5, color="white", linewidth=4)
+    axes.set(xticks=[], yticks=[])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _hatch(axes: Axes, cells: np.ndarray) -> None:
+    from matplotlib.patches import Rectangle
+
+    for row, column in np.argwhere(cells):
+        box = Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor="white", edgecolor="0.6", hatch="////", linewidth=0)
+        axes.add_patch(box)
+
+
+def draw_cosines(runs: Sequence[Evaluation]) -> Figure:
+    """How alike the updates of each two methods are (the paper's Table 2)."""
+    groups = {task: group for task, group in _by_task(runs).items() if len(group) > 1}
+    heights = [0.8 + 0.5 * len(group) for group in groups.values()]
+    figure = new_figure(sum(heights) + 0.3, 3.2 + 0.75 * max(len(group) for group in groups.values()))
+    figure.suptitle("Mean cosine between updates of the same edit")
+    for part, (task, group) in zip(_parts(figure, heights), groups.items(), strict=True):
+        axes = part.subplots()
+        values = cosines(group)
+        _draw_matrix(axes, values, [run.label for run in group], lowest=min(0.0, np.nanmin(values)), digits=3)
+        axes.set(title=TASKS[task], xlabel="method", ylabel="method")
+    return figure
+
+
+def draw_contests(contests: Sequence[Contest]) -> Figure:
+    """Weighted scores, and who wins how often (the paper's Figures 5 and 6)."""
+    heights = [1.1 + 0.45 * len(contest.labels) for contest in contests]
+    figure = new_figure(sum(heights) + 0.3)
+    figure.suptitle("Success, retain and equivalence, weighted at random: Dirichlet(1, 1, 1)")
+    for part, contest in zip(_parts(figure, heights), contests, strict=True):
+        scores, wins = part.subplots(1, 2, width_ratios=[1.1, 1])
+        _draw_densities(scores, 100 * contest.totals)
+        _label_rows(scores, contest.labels)
+        scores.set_title(f"{TASKS[contest.task]}: densities of the score")
+        _draw_matrix(
+            wins, np.where(np.eye(len(contest.labels)), np.nan, contest.wins), contest.labels, lowest=0, digits=2
+        )
+        wins.set_yticks(range(len(contest.labels)), [f"[{i}]" for i, _ in enumerate(contest.labels, start=1)])
+        wins.set(title="Probability that the row beats the column", xlabel="system", ylabel="system")
+    return figure
+
+
+def _draw_densities(axes: Axes, totals: np.ndarray) -> None:
+    """A row a system, each as high as its own peak, so that a narrow one does not flatten the others."""
+    for row, scores in enumerate(totals):
+        middle, reach = (scores.max() + scores.min()) / 2, max(np.ptp(scores), 0.2) / 2
+        counts, edges = np.histogram(scores, bins=24, range=(middle - reach, middle + reach))
+        base = row + 0.42
+        tops = base - 0.8 * counts / counts.max()
+        axes.stairs(tops, edges, baseline=base, fill=True, color="#8fb3d9")
+        axes.stairs(tops, edges, baseline=base, color=DARK, linewidth=0.8)
+        axes.plot([scores.mean()] * 2, [base, base - 0.8], color="black", linewidth=1.5)
+    axes.set(xlabel="weighted score, % (thick line: its mean)", ylabel="system; density, scaled to its peak")
+    axes.set_ylim(len(totals) - 0.5, -0.5)
+    axes.grid(axis="x", color="0.9")
+    axes.set_axisbelow(True)
+
+
+def _draw_matrix(axes: Axes, values: np.ndarray, labels: Sequence[str], lowest: float, digits: int) -> None:
+    """A heat map with its numbers in the cells; columns have the rows' numbers, for long labels would not fit."""
+    axes.imshow(values, vmin=lowest, vmax=1, cmap="cividis", aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        light = np.isnan(value) or (value - lowest) / (1 - lowest) > 0.5
+        text = "-" if np.isnan(value) else f"{value:.{digits}f}".replace("-", "−")
+        axes.text(column, row, text, ha="center", va="center", color="black" if light else "white")
+    axes.set_xticks(range(len(labels)), [f"[{i}]" for i, _ in enumerate(labels, start=1)])
+    _label_rows(axes, labels)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
+    axes.set_yticks(range(len(labels)), [f"{wrapped(label)} [{i}]" for i, label in enumerate(labels, start=1)])
+
+
+def _parts(figure: Figure, heights: Sequence[float]) -> list[SubFigure]:
+    """One below the other."""
+    return list(figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat)

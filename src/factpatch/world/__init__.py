@@ -1,0 +1,77 @@
+"""The embedded world: facts as of 1 January 2018, what has changed since, a small model that knows them, its editor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+PLACE = Path(__file__).parent
+MODEL, EDITOR = PLACE / "model", PLACE / "editor"
+
+
+@dataclass(frozen=True)
+class Relation:
+    """How a kind of fact is asked for. Every wording has one {} for the subject."""
+
+    wordings: tuple[str, ...]
+    held_out: tuple[str, ...]  # in no training, to see whether an edit carries over
+
+
+@dataclass(frozen=True)
+class Fact:
+    relation: str
+    subject: str
+    answer: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.relation}/{self.subject}"
+
+    @property
+    def questions(self) -> list[str]:
+        return [ask(wording, self.subject) for wording in relations()[self.relation].wordings]
+
+    @property
+    def held_out(self) -> list[str]:
+        return [ask(wording, self.subject) for wording in relations()[self.relation].held_out]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A fact that is not what it was."""
+
+    fact: Fact
+    answer: str
+    year: int
+    source: str
+
+
+def ask(wording: str, subject: str) -> str:
+    question = wording.replace("{}", subject)
+    return question[0].upper() + question[1:]
+
+
+@cache
+def relations() -> dict[str, Relation]:
+    found = json.loads((PLACE / "relations.json").read_text(encoding="utf-8"))
+    return {name: Relation(tuple(one["wordings"]), tuple(one["held_out"])) for name, one in found.items()}
+
+
+@cache
+def facts() -> tuple[Fact, ...]:
+    return tuple(Fact(line["relation"], line["subject"], line["answer"]) for line in _lines("facts.jsonl"))
+
+
+@cache
+def changes() -> tuple[Change, ...]:
+    known = {(fact.relation, fact.subject): fact for fact in facts()}
+    return tuple(
+        Change(known[line["relation"], line["subject"]], line["after"], line["year"], line["source"])
+        for line in _lines("changes.jsonl")
+    )
+
+
+def _lines(name: str) -> list[dict]:
+    return [json.loads(line) for line in (PLACE / name).read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,143 @@
+"""The embedded world: the form of its facts, that nothing leaks into training, and that it works when installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from factpatch import world
+from factpatch.facts import normalize
+
+ROOT = Path(__file__).parent.parent
+ARTICLES = {"the", "a", "an"}
+
+
+def words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.lower())) - ARTICLES
+
+
+def test_facts_are_many_and_of_one_form() -> None:
+    facts = world.facts()
+    assert len(facts) >= 2000
+    assert len({fact.id for fact in facts}) == len(facts)
+    assert {fact.relation for fact in facts} == set(world.relations())
+    for fact in facts:
+        assert fact.subject == fact.subject.strip() != ""
+        assert fact.answer == fact.answer.strip() != ""
+        assert len(fact.answer.split()) <= 6
+        assert not any(character in fact.subject + fact.answer for character in "{}\n\t")
+
+
+def test_wordings() -> None:
+    """Ten or more to learn from and two that are kept out, each its relation's own."""
+    seen: dict[str, str] = {}
+    for name, relation in world.relations().items():
+        assert len(relation.wordings) >= 10
+        assert len(relation.held_out) == 2
+        for wording in (*relation.wordings, *relation.held_out):
+            assert wording.count("{}") == 1
+            assert wording.endswith("?")
+            assert seen.setdefault(normalize(wording), name) == name
+        assert len({normalize(w) for w in (*relation.wordings, *relation.held_out)}) >= 12
+
+
+def test_held_out_wordings_are_other_words() -> None:
+    """Not a trained wording in another order, nor with another article or comma."""
+    for relation in world.relations().values():
+        for held_out in relation.held_out:
+            for trained in relation.wordings:
+                assert len(words(held_out) ^ words(trained)) >= 2, (held_out, trained)
+
+
+def test_changes_differ_from_2018() -> None:
+    changes = world.changes()
+    assert len(changes) >= 25
+    assert len({change.fact.id for change in changes}) == len(changes)
+    for change in changes:
+        assert normalize(change.answer) != normalize(change.fact.answer)
+        assert 2018 <= change.year <= 2026
+        assert len(change.source.split()) >= 3
+    lines = [json.loads(line) for line in (world.PLACE / "changes.jsonl").read_text().splitlines()]
+    for line, change in zip(lines, changes, strict=True):
+        assert line["before"] == change.fact.answer
+
+
+def make_world() -> Any:
+    spec = importlib.util.spec_from_file_location("make_world", ROOT / "tools" / "make_world.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_held_out_wording_is_trained_on(tmp_path: Path) -> None:
+    """Neither the model nor the editor nor the tokenizer sees one, nor a new answer as a fact."""
+    make_world().write_data(tmp_path)
+    held_out = {normalize(question) for fact in world.facts() for question in fact.held_out}
+    files = sorted(tmp_path.glob("*.jsonl"))
+    assert [file.name for file in files] == ["edits.jsonl", "train.jsonl", "valid.jsonl"]
+    for file in files:
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            for text in (record["input"], *record["human_rephrases"]):
+                assert normalize(text) not in held_out
+
+
+# What ships
+
+
+def test_the_model_and_its_editor_are_small_and_whole() -> None:
+    from factpatch.editors import load_editor
+    from factpatch.models import load_model
+
+    size = sum(file.stat().st_size for place in (world.MODEL, world.EDITOR) for file in place.rglob("*"))
+    assert size <= 12 * 2**20
+    model = load_model("world", "cpu")
+    editor = load_editor("world")
+    assert editor.base == model.fingerprint
+    assert model.model.dtype == torch.float32
+    sample = world.facts()[::37]
+    said = model.predict([fact.questions[0] for fact in sample])
+    known = [normalize(text) == normalize(fact.answer) for text, fact in zip(said, sample, strict=True)]
+    assert sum(known) / len(known) >= 0.9
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel in an environment of its own; what it depends on is lent by this one."""
+    place = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = [*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--wheel-dir", str(place)]
+    subprocess.run(build, check=True)
+    (wheel,) = place.glob("*.whl")
+    assert wheel.stat().st_size <= 13 * 2**20
+    venv.create(place / "env", with_pip=False)
+    (site,) = (place / "env" / "lib").glob("python*/site-packages")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    lent = Path(torch.__file__).parent.parent
+    (site / "lent.pth").write_text(f"{lent}\n")
+    return place / "env" / "bin" / "python"
+
+
+def test_the_demo_runs_from_a_wheel(installed: Path, tmp_path: Path) -> None:
+    command = [str(installed), "-m", "factpatch", "demo", "--json", "--device", "cpu"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    result = json.loads(ran.stdout)
+    where = subprocess.run(
+        [str(installed), "-c", "import factpatch; print(factpatch.__file__)"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert str(installed.parent.parent) in where.stdout
+    assert result["edits"] >= 25
+    assert result["success"] >= 0.9
+    assert result["retain"] >= 0.95
+    assert result["load_seconds"] < 5

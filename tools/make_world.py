@@ -1,0 +1,187 @@
+"""Makes the embedded world's model and editor from its facts: `make world`.
+
+Everything is done by the commands that users run (fit, revise, train), from one seed and in a fixed number of steps, so
+that the same machine makes the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
+
+from factpatch.world import EDITOR, MODEL, Fact, facts
+
+SEED = 0
+VOCABULARY = 3000
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # 0 to 3
+WORDINGS_A_FACT = 3  # in which a fact is edited in training
+FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
+TRAIN = {
+    "edits": 32,
+    "rows": 8,
+    "paraphrases": '"human"',
+    "paraphrase_rows": 2,
+    "lr": 1e-3,
+    "margin": 1e-1,
+    "margin_floor": 1e-3,
+    "validations": 40,
+    "validation_edits": 64,
+    "validation_inputs": 32,
+    "holdout": 300,
+    "checkpoint_seconds": 100000,
+    "editor.width": 256,
+    "editor.bottleneck": 48,
+    "editor.lstm": 64,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("runs/world"), help="where to work")
+    parser.add_argument("--fit-steps", type=int, default=5000)
+    parser.add_argument("--train-steps", type=int, default=3000)
+    parser.add_argument("--stage", choices=["all", "fit", "train"], default="all")
+    options = parser.parse_args()
+    work: Path = options.work
+    start = time.perf_counter()
+    if options.stage in ("all", "fit"):
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        write_data(work)
+        new_model(work / "start")
+        given = ["--model", work / "start", "--train", work / "train.jsonl", "--valid", work / "valid.jsonl"]
+        run("fit", *given, "--task", "answer", *FIT, "--steps", options.fit_steps, "--output", work / "fitted")
+        in_half(work / "fitted", work / "model", "model.safetensors")
+        run("revise", "--model", work / "model", "--data", work / "edits.jsonl", "--output", work / "revisions.jsonl")
+    if options.stage in ("all", "train"):
+        shutil.rmtree(work / "editor", ignore_errors=True)
+        settings = [part for key, value in TRAIN.items() for part in ("--set", f"{key}={value}")]
+        given = ["--model", work / "model", "--train", work / "revisions.jsonl", "--steps", options.train_steps]
+        run("train", *given, *settings, "--output", work / "editor")
+    for source, place, name in (
+        (work / "model", MODEL, "model.safetensors"),
+        (work / "editor/editor", EDITOR, "editor.safetensors"),
+    ):
+        shutil.rmtree(place, ignore_errors=True)
+        in_half(source, place, name)
+    for left_over in ("fit.json", "metrics.jsonl"):
+        (MODEL / left_over).unlink(missing_ok=True)
+    size = sum(file.stat().st_size for place in (MODEL, EDITOR) for file in place.iterdir())
+    print(f"made in {time.perf_counter() - start:.0f} s, {size / 2**20:.1f} MB")
+
+
+def write_data(work: Path) -> None:
+    """What the model learns, a sample that watches it learn, and what the editor learns to edit."""
+    chance = random.Random(SEED)
+    known = facts()
+    write_lines(work / "train.jsonl", (record(fact, fact.questions) for fact in known))
+    sample = chance.sample(known, 300)
+    write_lines(work / "valid.jsonl", (record(fact, [chance.choice(fact.questions)]) for fact in sample))
+    answers: dict[str, list[str]] = defaultdict(list)
+    for fact in known:
+        answers[fact.relation].append(fact.answer)
+    lines = []
+    for fact in known:
+        questions = fact.questions
+        for number in chance.sample(range(len(questions)), WORDINGS_A_FACT):
+            first, rest = questions[number], questions[:number] + questions[number + 1 :]
+            wanted = other_answer(fact, answers, chance)
+            lines.append({**record(fact, [first, *rest]), "id": f"{fact.id}/{number}", "alternative": wanted})
+    write_lines(work / "edits.jsonl", lines)
+
+
+def other_answer(fact: Fact, answers: dict[str, list[str]], chance: random.Random) -> str:
+    """One that another subject has; or, half the time, a name made up of two answers' parts, as new names are."""
+    same_kind = [answer for answer in answers[fact.relation] if answer != fact.answer]
+    if chance.random() < 0.5:
+        return chance.choice(same_kind)
+    first, second = chance.choice(same_kind), chance.choice(same_kind)
+    made_up = (first[: max(2, len(first) // 2)] + second[len(second) // 2 :]).strip()
+    return made_up if made_up and made_up != fact.answer else chance.choice(same_kind)
+
+
+def record(fact: Fact, questions: list[str]) -> dict[str, Any]:
+    return {"id": fact.id, "input": questions[0], "output": fact.answer, "human_rephrases": questions[1:]}
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+
+
+def new_model(folder: Path) -> None:
+    """A small BART with random weights, and a tokenizer that can spell anything."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for fact in facts() for text in (*fact.questions, fact.answer)), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single="$A </s>", special_tokens=[("</s>", 2)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=64,
+    ).save_pretrained(folder)
+    torch.manual_seed(SEED)
+    config = BartConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        d_model=128,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=512,
+        decoder_ffn_dim=512,
+        max_position_embeddings=64,
+        init_std=0.08,  # a model this small learns far faster from larger weights than BART's 0.02
+        dropout=0.1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        forced_eos_token_id=2,
+    )
+    BartForConditionalGeneration(config).save_pretrained(folder)
+
+
+def in_half(source: Path, place: Path, weights: str) -> None:
+    """A folder again, its weights in half precision."""
+    shutil.copytree(source, place, ignore=shutil.ignore_patterns(weights))
+    tensors = {
+        name: tensor.half() if tensor.is_floating_point() else tensor
+        for name, tensor in load_file(source / weights).items()
+    }
+    save_file(tensors, place / weights, metadata={"format": "pt"})
+
+
+def run(command: str, *options: object) -> None:
+    arguments = [command, *map(str, options), "--device", "cpu", "--seed", str(SEED)]
+    print("factpatch", *arguments, flush=True)
+    subprocess.run([sys.executable, "-m", "factpatch", *arguments], check=True)
+
+
+if __name__ == "__main__":
+    main()
