@@ -43,7 +43,8 @@ def write_evaluation(
     write_json(folder / "summary.json", summary)
     if not bare:
         weights = bert_weights(6) if task == "classify" else bart_weights(6)
-        write_details(folder, weights, method, result["retain"], summary["layers"], chance)
+        edited = [name for name in weights if summary["layers"] == "all" or name.startswith(f"{summary['layers']}.")]
+        write_details(folder, edited, method, task, result["retain"], chance)
         write_json(folder / "examples.json", [example(task)])
     return folder
 
@@ -67,20 +68,23 @@ def plausible_intervals(result: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def write_details(
-    folder: Path, weights: list[str], method: str, retain: float, layers: str, chance: np.random.Generator
+    folder: Path, weights: list[str], method: str, task: str, retain: float, chance: np.random.Generator
 ) -> None:
     pairs = 4000
-    before = np.abs(chance.normal(3, 1.5, pairs)) + 0.1
+    before = np.abs(chance.normal(3, 1.5, pairs)) + 0.1  # log-odds, and what a log-probability lacks to 0
     changed = chance.random(pairs) > retain
     spread = {"hyper": 0.25, "finetune": 1.2}.get(method, 0.7)
-    after = np.where(changed, -np.abs(chance.normal(0.8, 0.6, pairs)), before + chance.normal(0, spread, pairs))
+    moved = np.abs(before + chance.normal(0, spread, pairs))
+    far = np.abs(chance.normal(1, 0.7, pairs))
+    after = np.where(changed, -far, moved) if task == "classify" else -np.where(changed, moved + far, moved) / 4
+    before = before if task == "classify" else -before / 4
     common = np.random.default_rng(5).normal(size=(24, 64))  # the gradient, which some methods follow
     share = {"hyper": 0.05, "finetune": 0.6, "zhu": 0.5, "gradient": 1.0}[method]
     sketches = share * common + (1 - share) * chance.normal(size=common.shape)
     arrays = {
         "scores_before": before,
         "scores_after": after,
-        "magnitudes": magnitudes(weights, method, layers, chance),
+        "magnitudes": magnitudes(weights, method, chance),
         "sketches": sketches,
     }
     tensors = {name: array.astype(np.float32) for name, array in arrays.items()} | {"changed": changed.astype(np.uint8)}
@@ -88,11 +92,10 @@ def write_details(
     save_file(tensors, folder / "details.safetensors", metadata)
 
 
-def magnitudes(weights: list[str], method: str, layers: str, chance: np.random.Generator) -> np.ndarray:
-    """Fine-tuning changes all alike, an editor few, and a method of one block leaves the others."""
+def magnitudes(weights: list[str], method: str, chance: np.random.Generator) -> np.ndarray:
+    """Fine-tuning changes all alike, an editor few."""
     spread = {"finetune": 0.1, "zhu": 0.2}.get(method, 1.8)
-    found = 1e-4 * np.exp(chance.normal(0, spread, len(weights)))
-    return found * [layers == "all" or name.startswith(f"{layers}.") for name in weights]
+    return 1e-4 * np.exp(chance.normal(0, spread, len(weights)))
 
 
 def bert_weights(blocks: int) -> list[str]:

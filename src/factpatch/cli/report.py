@@ -37,8 +37,8 @@ def report(
         )
 
         find_matplotlib()
-        check_writable(output / "table.md")
         evaluations, trainings = read_runs(runs)
+        check_writable(output / "table.md")
         table = main_table(evaluations)
         compared = contests(evaluations, seed)
         files = write_tables(table, evaluations, compared, output)

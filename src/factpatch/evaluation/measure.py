@@ -17,6 +17,7 @@ from factpatch.facts import FactEdit, Revision
 from factpatch.metrics import Outcome, outcome
 from factpatch.models import Rows, TaskModel
 from factpatch.models.base import Encoded
+from factpatch.models.seq2seq import NO_TARGET
 from factpatch.patch import Patch, stack_patches
 
 PLACES_AT_ONCE = 8192  # whose scores over a whole vocabulary are compared together
@@ -94,11 +95,12 @@ class Examiner:
         rows = self.model.collate([encoded[i] for i in numbers], [targets[i] for i in numbers] if targets else None)
         if targets is None:
             return _Batch(numbers, rows, None, None)
-        assert rows.labels is not None
-        tokens = rows.labels.flatten().ne(-100).nonzero().squeeze(1)
-        rows = replace(rows, places=tokens)
-        width = rows.labels.shape[1] if rows.labels.dim() == 2 else 1
-        return _Batch(numbers, rows, self.model.features(rows), tokens // width)
+        labels = rows.labels
+        assert labels is not None
+        places = labels.flatten().ne(NO_TARGET).nonzero().squeeze(1)
+        rows = replace(rows, places=places)
+        width = labels.shape[1] if labels.dim() == 2 else 1
+        return _Batch(numbers, rows, self.model.features(rows), places // width)
 
     @torch.no_grad()
     @varying_shapes()

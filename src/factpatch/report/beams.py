@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import textwrap
+from bisect import bisect_right
+from functools import partial
 from typing import TYPE_CHECKING
 
 from factpatch.facts import same
 from factpatch.report.canvas import DARK, new_figure, wrapped
-from factpatch.report.runs import Evaluation, Example, Row
+from factpatch.report.runs import KINDS, Evaluation, Example, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-KINDS = {"input": "Edited input", "paraphrase": "Paraphrase", "unrelated": "Unrelated input"}
 LINE = 0.21  # inches
 WIDTH = 8.0
 POINTS = 70  # to an inch, less a little that the layout keeps free
@@ -39,26 +40,21 @@ def _draw_panel(axes: Axes, row: Row, target: str, lines: int) -> None:
     axes.set(xlim=(0, 1), ylim=(lines, 0), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     question = _question(row)
-    axes.text(0, 0.5, KINDS[row.kind], va="center", color=DARK, fontweight="bold")
+    write = partial(axes.text, va="center", in_layout=False)  # they fit already, and must not shift the panel
+    write(0, 0.5, KINDS[row.kind], color=DARK, fontweight="bold")
     for i, line in enumerate(question, start=1):
-        axes.text(0, i + 0.5, line, va="center", style="italic")
+        write(0, i + 0.5, line, style="italic")
     top = len(question) + 1
     for name, answers, others in (("before", row.before, row.after), ("after", row.after, row.before)):
         left = EDGES[name]
         axes.plot([left, left + COLUMN], [top + 1, top + 1], color="0.4", linewidth=0.8)
-        axes.text(left, top + 0.5, name, va="center", color="0.3")
+        write(left, top + 0.5, name, color="0.3")
         for i, answer in enumerate(answers):
             bold = same(answer, target)
             grey = others[i : i + 1] == (answer,)
-            axes.text(left, top + 1.5 + i, f"{i + 1}", va="center", color="0.55")
-            axes.text(
-                left + 0.03,
-                top + 1.5 + i,
-                _fit(answer, COLUMN - 0.03, bold),
-                va="center",
-                color="0.55" if grey else "black",
-                fontweight="bold" if bold else "normal",
-            )
+            write(left, top + 1.5 + i, f"{i + 1}", color="0.55")
+            look = {"color": "0.55" if grey else "black", "fontweight": "bold" if bold else "normal"}
+            write(left + 0.03, top + 1.5 + i, _fit(answer, COLUMN - 0.03, bold), **look)
 
 
 def _question(row: Row) -> list[str]:
@@ -74,9 +70,8 @@ def _fit(text: str, share: float, bold: bool = False) -> str:
     limit = share * WIDTH * POINTS
     if _width(text, bold) <= limit:
         return text
-    while text and _width(f"{text}…", bold) > limit:
-        text = text[:-1]
-    return f"{text.rstrip()}…"
+    letters = bisect_right(range(len(text)), limit, key=lambda n: _width(f"{text[:n]}…", bold)) - 1
+    return f"{text[:letters].rstrip()}…"
 
 
 def _width(text: str, bold: bool) -> float:

@@ -78,7 +78,7 @@ def write_figures(drawings: Mapping[str, Callable[[], Figure]], folder: Path) ->
 
 def wrapped(label: str, width: int = 24) -> str:
     """In lines of at most so many letters; `m = 1e-4` stays together."""
-    return textwrap.fill(label.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"), width, break_on_hyphens=False)
+    return textwrap.fill(label.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"), width)
 
 
 def plain_powers(axis: Axis) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from factpatch.report.runs import TASKS, Evaluation
+from factpatch.report.runs import METRICS, TASKS, Evaluation
 
 SAMPLES = 10_000
 
@@ -44,8 +43,8 @@ def weigh(scores: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _three_scores(run: Evaluation) -> list[float] | None:
     """Generated paraphrases count, or those that people wrote where there are no others."""
-    success, retain, equivalence, human, *_ = run.result.values()
-    equivalence = human if equivalence is None else equivalence
+    success, retain, generated, human = (run.result[metric] for metric in METRICS[:4])
+    equivalence = human if generated is None else generated
     return None if success is None or retain is None or equivalence is None else [success, retain, equivalence]
 
 
@@ -55,7 +54,7 @@ def cosines(runs: Sequence[Evaluation]) -> np.ndarray:
 
 
 def _cosine(a: Evaluation, b: Evaluation) -> float:
-    if a.details is None or b.details is None or Path(a.model) != Path(b.model):
+    if a.details is None or b.details is None or a.model != b.model:
         return np.nan
     ours, theirs = a.details.sketches, b.details.sketches
     pairs = [(ours[edit], theirs[edit]) for edit in ours if edit in theirs and ours[edit].any() and theirs[edit].any()]

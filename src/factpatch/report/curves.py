@@ -29,7 +29,7 @@ def draw_curves(training: Training) -> Figure:
     figure = new_figure(sum(heights) + 0.7, 7.5)
     figure.suptitle(wrapped(f"Training of {training.name}: each validation", 80))
     rates, losses, *below = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    _draw_lines(rates, training, {key: label for key, label in RATES.items() if training.has(key)}, scale=100)
+    _draw_lines(rates, training, _measured([training]), scale=100)
     rates.set(ylabel="share, %")
     rates.set_ylim(top=101)
     shown = {"loss": "edit loss"}
@@ -49,20 +49,26 @@ def draw_curves(training: Training) -> Figure:
 
 def draw_comparison(trainings: Sequence[Training]) -> Figure:
     """Rates of several runs, a panel a rate."""
-    keys = [key for key in RATES if any(training.has(key) for training in trainings)]
-    figure = new_figure(2.1 * len(keys) + 0.8, 7.5)
+    measured = _measured(trainings)
+    figure = new_figure(2.1 * len(measured) + 0.8, 7.5)
     figure.suptitle("Training runs beside each other: each validation")
-    panels = figure.subplots(len(keys), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, key in zip(panels, keys, strict=True):
+    panels = figure.subplots(len(measured), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (key, label) in zip(panels, measured.items(), strict=True):
         for i, training in enumerate(trainings):
             _draw_line(axes, training, key, training.name, 100, i)
-        axes.set(ylabel=f"{RATES[key]}, %")
+        axes.set(ylabel=f"{label}, %")
         axes.set_ylim(top=101)
         axes.grid(color="0.9")
     panels[-1].set_xlabel("step")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), handlelength=3.5)
     return figure
+
+
+def _measured(trainings: Sequence[Training]) -> dict[str, str]:
+    """Paraphrases that people wrote are there for some data only; the others are always shown."""
+    optional = "equivalence_human"
+    return {key: label for key, label in RATES.items() if key != optional or any(t.has(key) for t in trainings)}
 
 
 def _draw_lines(axes: Axes, training: Training, shown: dict[str, str], scale: float = 1) -> None:

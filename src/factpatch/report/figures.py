@@ -33,7 +33,7 @@ def list_figures(
 ) -> dict[str, Callable[[], Figure]]:
     """By file name, how to draw each figure for which there is something to show."""
     detailed = [(run, run.details) for run in runs if run.details is not None]
-    changing = [run for run, details in detailed if any(details.magnitudes.values())]
+    changing = [run for run, details in detailed if any(size > 0 for size in details.magnitudes.values())]
     sketched = [run for run, details in detailed if details.sketches]
     drawings: dict[str, Callable[[], Figure]] = {
         f"logits-{run.name}": partial(draw_logits, run, details) for run, details in detailed if len(details.before)
@@ -44,7 +44,11 @@ def list_figures(
         drawings["cosines"] = partial(draw_cosines, sketched)
     if contests:
         drawings["dirichlet"] = partial(draw_contests, contests)
-    drawings |= {f"beams-{run.name}": partial(draw_beams, run, run.examples[0]) for run in runs if run.examples}
+    drawings |= {
+        f"beams-{run.name}": partial(draw_beams, run, run.examples[0])
+        for run in runs
+        if any(e.rows for e in run.examples[:1])
+    }
     drawings |= {f"curves-{training.name}": partial(draw_curves, training) for training in trainings}
     if len(trainings) > 1:
         drawings["curves-compare"] = partial(draw_comparison, trainings)
@@ -60,7 +64,7 @@ def draw_logits(run: Evaluation, details: Details) -> Figure:
     """Scores of inputs that were not edited: an ideal edit leaves all on the diagonal (the paper's Figure 3)."""
     figure = new_figure(5.3, 5.8)
     axes = figure.add_subplot()
-    flipped = details.changed.astype(bool)
+    flipped = details.changed
     _draw_kept(figure, axes, details.before[~flipped], details.after[~flipped])
     _draw_flipped(axes, details.before[flipped], details.after[flipped])
     axes.axline((0, 0), slope=1, color="black", linewidth=1, linestyle="--", label="unchanged score")
@@ -71,7 +75,7 @@ def draw_logits(run: Evaluation, details: Details) -> Figure:
     axes.set(xlabel=f"{SCORES[run.task]}, before", ylabel=f"{SCORES[run.task]}, after")
     kept = 100 * (1 - flipped.mean())
     title = wrapped(f"{TASKS[run.task]}, {run.label}:", 50)
-    axes.set_title(f"{title}\n{kept:.2f} % of other predictions are kept")
+    axes.set_title(f"{title}\n{kept:.2f} % of {len(flipped):,} sampled predictions are kept")
     figure.legend(loc="outside lower center", ncols=3, handletextpad=0.4, columnspacing=1.2)
     return figure
 
@@ -81,7 +85,7 @@ def _draw_kept(figure: Figure, axes: Axes, before: np.ndarray, after: np.ndarray
 
     label = f"kept: {len(before):,}"
     if len(before) <= FEW:
-        axes.scatter(before, after, s=9, marker="o", color=DARK, alpha=0.5, linewidth=0, label=label)
+        axes.scatter(before, after, s=14, marker="o", color=DARK, alpha=0.5, linewidth=0, label=label)
         return
     shades = LinearSegmentedColormap.from_list("kept", ["#d3e0ee", BLUE])
     cells = axes.hexbin(before, after, gridsize=45, bins="log", mincnt=1, cmap=shades, linewidths=0.2)
@@ -92,7 +96,7 @@ def _draw_kept(figure: Figure, axes: Axes, before: np.ndarray, after: np.ndarray
 
 def _draw_flipped(axes: Axes, before: np.ndarray, after: np.ndarray) -> None:
     step = ceil(len(before) / FEW) or 1
-    drawn = "" if step == 1 else f", every {step}th drawn"
+    drawn = "" if step == 1 else f", one in {step} drawn"
     label = f"flipped: {len(before):,}{drawn}"
     look = {"marker": "X", "s": 26, "color": ORANGE, "edgecolor": "white", "linewidth": 0.5, "zorder": 3}
     axes.scatter(before[::step], after[::step], label=label, **look)
@@ -101,10 +105,7 @@ def _draw_flipped(axes: Axes, before: np.ndarray, after: np.ndarray) -> None:
 def draw_magnitudes(runs: Sequence[Evaluation]) -> Figure:
     """Which weights each method changes (the paper's Figure 4), each relative to its largest."""
     groups = {task: _grids(group) for task, group in _by_task(runs).items()}
-    heights = [
-        2.2 + ceil(len(grids) / PANELS) * (0.7 + 0.19 * max(len(found.rows) for found in grids.values()))
-        for grids in groups.values()
-    ]
+    heights = [_maps_height(list(grids.values())) for grids in groups.values()]
     figure = new_figure(sum(heights))
     figure.suptitle("Which weights each method changes")
     for part, (task, grids) in zip(_parts(figure, heights), groups.items(), strict=True):
@@ -122,6 +123,20 @@ def _grids(runs: Sequence[Evaluation]) -> dict[str, Grid]:
     return found
 
 
+def _arrange(grids: Sequence[Grid]) -> tuple[int, int, bool]:
+    """Lines, columns, and whether each panel needs labels of its own, or those of a line and a column do for all."""
+    lines = ceil(len(grids) / PANELS)
+    columns = ceil(len(grids) / lines)
+    alike = len({(*found.rows, *found.columns) for found in grids}) == 1
+    return lines, columns, not alike or lines * columns > len(grids)
+
+
+def _maps_height(grids: Sequence[Grid]) -> float:
+    lines, _, labelled = _arrange(grids)
+    names = 1.4  # the weights', upright
+    return 0.8 + lines * (0.7 + 0.19 * max(len(found.rows) for found in grids)) + names * (lines if labelled else 1)
+
+
 def _draw_maps(part: SubFigure, title: str, grids: dict[str, Grid]) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
@@ -131,28 +146,23 @@ def _draw_maps(part: SubFigure, title: str, grids: dict[str, Grid]) -> None:
     part.suptitle(f"{title}: root mean square change, relative to the method's largest{note}", fontsize=9.5)
     lowest = min(found.shares[found.shares > 0].min() for found in grids.values())
     norm = LogNorm(min(max(lowest, FAINTEST), 0.5), 1)
-    lines = ceil(len(grids) / PANELS)
-    columns = ceil(len(grids) / lines)
+    lines, columns, labelled = _arrange(list(grids.values()))
     panels = part.subplots(lines, columns, squeeze=False).ravel()
     for axes in panels[len(grids) :]:
         axes.remove()
-    one_model = len({(*found.rows, *found.columns) for found in grids.values()}) == 1
-    for i, (label, found) in enumerate(grids.items()):
-        axes = panels[i]
+    for i, (axes, (label, found)) in enumerate(zip(panels, grids.items(), strict=False)):
         _draw_map(axes, found, norm)
         axes.set_title(f"{wrapped(label, 110 // max(columns, 3))}\nlargest {np.nanmax(found.values):.1e}", fontsize=8.5)
-        if not one_model or i % columns == 0:
+        if labelled or i % columns == 0:
             axes.set_yticks(range(len(found.rows)), found.rows, fontsize=8)
             axes.set_ylabel("layer")
-        if not one_model or i + columns >= len(grids):
+        if labelled or i + columns >= len(grids):
             axes.set_xticks(range(len(found.columns)), found.columns, rotation=90, fontsize=8)
             axes.set_xlabel("weight")
+    extend = "min" if lowest < FAINTEST else "neither"
+    scale = ScalarMappable(norm, "viridis")
     bar = part.colorbar(
-        ScalarMappable(norm, "viridis"),
-        ax=list(panels[: len(grids)]),
-        label="relative change, log scale",
-        extend="min" if lowest < FAINTEST else "neither",
-        aspect=30,
+        scale, ax=list(panels[: len(grids)]), label="relative change, log scale", extend=extend, aspect=30
     )
     plain_powers(bar.ax.yaxis)
 
@@ -178,20 +188,20 @@ def _hatch(axes: Axes, cells: np.ndarray) -> None:
 def draw_cosines(runs: Sequence[Evaluation]) -> Figure:
     """How alike the updates of each two methods are (the paper's Table 2)."""
     groups = {task: group for task, group in _by_task(runs).items() if len(group) > 1}
-    heights = [0.8 + 0.5 * len(group) for group in groups.values()]
+    heights = [0.8 + _rows_height([run.label for run in group]) for group in groups.values()]
     figure = new_figure(sum(heights) + 0.3, 3.2 + 0.75 * max(len(group) for group in groups.values()))
     figure.suptitle("Mean cosine between updates of the same edit")
     for part, (task, group) in zip(_parts(figure, heights), groups.items(), strict=True):
         axes = part.subplots()
         values = cosines(group)
-        _draw_matrix(axes, values, [run.label for run in group], lowest=min(0.0, np.nanmin(values)), digits=3)
+        _draw_matrix(axes, values, [run.label for run in group], lowest=np.nanmin(values, initial=0), digits=3)
         axes.set(title=TASKS[task], xlabel="method", ylabel="method")
     return figure
 
 
 def draw_contests(contests: Sequence[Contest]) -> Figure:
     """Weighted scores, and who wins how often (the paper's Figures 5 and 6)."""
-    heights = [1.1 + 0.45 * len(contest.labels) for contest in contests]
+    heights = [1.1 + _rows_height(contest.labels) for contest in contests]
     figure = new_figure(sum(heights) + 0.3)
     figure.suptitle("Success, retain and equivalence, weighted at random: Dirichlet(1, 1, 1)")
     for part, contest in zip(_parts(figure, heights), contests, strict=True):
@@ -199,10 +209,9 @@ def draw_contests(contests: Sequence[Contest]) -> Figure:
         _draw_densities(scores, 100 * contest.totals)
         _label_rows(scores, contest.labels)
         scores.set_title(f"{TASKS[contest.task]}: densities of the score")
-        _draw_matrix(
-            wins, np.where(np.eye(len(contest.labels)), np.nan, contest.wins), contest.labels, lowest=0, digits=2
-        )
-        wins.set_yticks(range(len(contest.labels)), [f"[{i}]" for i, _ in enumerate(contest.labels, start=1)])
+        others = np.where(np.eye(len(contest.labels)), np.nan, contest.wins)
+        _draw_matrix(wins, others, contest.labels, lowest=0, digits=2)
+        wins.set_yticks(wins.get_xticks(), [label.get_text() for label in wins.get_xticklabels()])
         wins.set(title="Probability that the row beats the column", xlabel="system", ylabel="system")
     return figure
 
@@ -238,6 +247,11 @@ def _draw_matrix(axes: Axes, values: np.ndarray, labels: Sequence[str], lowest: 
 
 def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
     axes.set_yticks(range(len(labels)), [f"{wrapped(label)} [{i}]" for i, label in enumerate(labels, start=1)])
+
+
+def _rows_height(labels: Sequence[str]) -> float:
+    """In inches, so that the longest label has room for its lines."""
+    return len(labels) * max(0.45, *(0.18 * (wrapped(label).count("\n") + 1) for label in labels))
 
 
 def _parts(figure: Figure, heights: Sequence[float]) -> list[SubFigure]:

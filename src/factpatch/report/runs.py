@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file
 
 from factpatch.errors import FileError, InputError
 from factpatch.facts import required_text, text_list
 
 METRICS = ("success", "retain", "equivalence", "equivalence_human", "deterioration", "kl_mean", "kl_worst")
 METHODS = {"hyper": "KnowledgeEditor", "finetune": "Fine-tune", "zhu": "Zhu et al.", "gradient": "Gradient"}
+KINDS = {"input": "Edited input", "paraphrase": "Paraphrase", "unrelated": "Unrelated input"}
 TASKS = {"classify": "Fact-checking", "answer": "Question answering"}  # in the order in which they are shown
 
 
@@ -37,7 +39,7 @@ class Details:
 class Row:
     """A text, and the model's best answers to it, best first."""
 
-    kind: str  # input, paraphrase or unrelated
+    kind: str  # of KINDS
     text: str
     before: tuple[str, ...]
     after: tuple[str, ...]
@@ -130,7 +132,7 @@ def _read_evaluation(folder: Path, name: str) -> Evaluation:
         name=name,
         label=_label(summary, path),
         task=_choice(summary, "task", TASKS, path),
-        model=str(summary.get("model")),
+        model=str(Path(str(summary.get("model")))),
         result={metric: _number(result, metric, path) for metric in METRICS},
         intervals=_intervals(result.get("intervals"), path),
         edits=int(_number(result, "edits", path) or 0),
@@ -147,15 +149,15 @@ def _label(summary: dict[str, Any], path: Path) -> str:
     if method == "hyper":
         return METHODS[method] + (" + loop" if (_finite(summary.get("loop")) or 1) > 1 else "")
     bound = _finite(summary.get("bound"))
-    parts = [METHODS[method], str(summary.get("layers") or "all"), "" if bound is None else f"m = {_short(bound)}"]
-    return ", ".join(part for part in parts if part)
+    parts = [METHODS[method], str(summary.get("layers") or "all")]
+    return ", ".join(parts if bound is None else [*parts, f"m = {short_number(bound)}"])
 
 
-def _short(value: float) -> str:
-    """0.05 as it is, 0.0001 as 1e-4."""
+def short_number(value: float) -> str:
+    """Two digits: 0.05 as it is, 0.0001 as 1e-4."""
     if value == 0 or 1e-2 <= abs(value) < 1e4:
-        return f"{value:g}"
-    digits, exponent = f"{value:e}".split("e")
+        return f"{value:.2g}"
+    digits, exponent = f"{value:.1e}".split("e")
     return f"{float(digits):g}e{int(exponent)}"
 
 
@@ -163,24 +165,22 @@ def _read_details(path: Path) -> Details | None:
     if not path.exists():
         return None
     try:
+        found = defaultdict(lambda: np.zeros(0), load_file(path))
         with safe_open(path, "numpy") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            lists = {name: json.loads((file.metadata() or {}).get(name, "[]")) for name in ("weights", "edits")}
-        none = np.zeros(0, np.float32)
+            metadata = file.metadata() or {}
+        weights, edits = (json.loads(metadata.get(name, "[]")) for name in ("weights", "edits"))
+        scores = np.stack([found[name] for name in ("scores_before", "scores_after", "changed")])  # (3, pairs)
+        before, after, changed = scores[:, np.isfinite(scores).all(0)]
         return Details(
-            *_same_length([found.get(name, none) for name in ("scores_before", "scores_after", "changed")]),
-            magnitudes=dict(zip(lists["weights"], found.get("magnitudes", none).tolist(), strict=True)),
-            sketches=dict(zip(map(str, lists["edits"]), found.get("sketches", none), strict=True)),
+            before=before,
+            after=after,
+            changed=changed.astype(bool),
+            magnitudes=dict(zip(weights, found["magnitudes"].tolist(), strict=True)),
+            sketches=dict(zip(map(str, edits), found["sketches"], strict=True)),
         )
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise FileError(f"{path}: expected the details of an evaluation, found {reason}; evaluate again") from error
-
-
-def _same_length(arrays: list[np.ndarray]) -> list[np.ndarray]:
-    if len({array.shape for array in arrays}) != 1:
-        raise ValueError(f"scores of shapes {', '.join(str(array.shape) for array in arrays)}")
-    return arrays
 
 
 def _read_examples(path: Path) -> tuple[Example, ...]:
@@ -189,24 +189,19 @@ def _read_examples(path: Path) -> tuple[Example, ...]:
     found = _parse(_text(path), path)
     try:
         return tuple(
-            Example(
-                target=required_text(example["edit"], "a"),
-                rows=tuple(
-                    Row(
-                        required_text(row, "kind"),
-                        required_text(row, "text"),
-                        text_list(row, "before"),
-                        text_list(row, "after"),
-                    )
-                    for row in example["rows"]
-                ),
-            )
-            for example in found
+            Example(required_text(example["edit"], "a"), tuple(map(_row, example["rows"]))) for example in found
         )
     except InputError as error:
         raise InputError(f"{path}: {error}; evaluate again") from None
     except (KeyError, TypeError, AttributeError):
         raise InputError(f'{path}: expected a list of {{"edit", "rows"}}, found another form; evaluate again') from None
+
+
+def _row(record: dict[str, Any]) -> Row:
+    kind = required_text(record, "kind")
+    if kind not in KINDS:
+        raise InputError(f'expected one of {", ".join(KINDS)} in "kind", found {_shown(kind)}')
+    return Row(kind, required_text(record, "text"), text_list(record, "before"), text_list(record, "after"))
 
 
 def _is_training(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from rich.table import Table as TerminalTable
 
 from factpatch.files import atomic_file
 from factpatch.report.compare import Contest
-from factpatch.report.runs import METRICS, TASKS, Evaluation
+from factpatch.report.runs import METRICS, TASKS, Evaluation, short_number
 
 NOTHING = "-"
 LATEX_SPECIAL = {
@@ -72,7 +72,7 @@ COLUMNS = (
     Column("Retain, % ↑", "Retain ↑", ("retain",), False, _percent(2)),
     Column("Equivalence, % ↑", "Equiv. ↑", ("equivalence", "equivalence_human"), False, _percent(1)),
     Column("Deterioration, % ↓", "Deter. ↓", ("deterioration",), True, _percent(2)),
-    Column("Mean KL ↓", "KL ↓", ("kl_mean",), True, lambda value: f"{value:.2g}"),
+    Column("Mean KL ↓", "KL ↓", ("kl_mean",), True, short_number),
 )
 
 
@@ -230,7 +230,7 @@ def terminal_table(table: Table) -> TerminalTable:
         shown.add_row(f"[italic]{task}[/]")
         for i, line in enumerate(lines):
             cells = ["\n".join([_cell(c, show), *_intervals(c)]) for c in line.cells]
-            shown.add_row(escape(fill(line.label, 20)), *cells, line.size, end_section=i == len(lines) - 1)
+            shown.add_row(escape(fill(line.label, 23)), *cells, line.size, end_section=i == len(lines) - 1)
     return shown
 
 
