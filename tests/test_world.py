@@ -134,7 +134,11 @@ def test_the_demo_runs_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
     result = json.loads(ran.stdout)
     where = subprocess.run(
-        [str(installed), "-c", "import factpatch; print(factpatch.__file__)"], cwd=tmp_path, capture_output=True, text=True, check=True
+        [str(installed), "-c", "import factpatch; print(factpatch.__file__)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert str(installed.parent.parent) in where.stdout
     assert result["edits"] >= 25

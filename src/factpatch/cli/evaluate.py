@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,7 +67,6 @@ def evaluate(
     """
     _check_options(method, editor, layers, bound, select)
     check_writable(output)
-    start = time.perf_counter()
     with working("loading"):
         from accelerate import PartialState
 
@@ -104,7 +102,7 @@ def evaluate(
         result = run(chosen, task_model, sample, others, output, settings, lambda n: bar.advance(bar.task_ids[0], n))
     if not is_main_process():
         return
-    result |= {"bad": len(bad), "seconds": time.perf_counter() - start}
+    result |= {"bad": len(bad)}
     print_json(result) if as_json else show_counts(result, output)
 
 

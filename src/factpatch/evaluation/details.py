@@ -37,7 +37,7 @@ def write_details(
     tensors = {
         "magnitudes": torch.stack([_size_of(name, patches) for name in names]).float(),
         "sketches": torch.stack(sketches([patch.deltas for patch in patches])),
-        **_scores(examiner, examined),
+        **_scores(examiner, revisions, examined),
     }
     metadata = {
         "weights": json.dumps([name.removesuffix(".weight") for name in names]),
@@ -82,17 +82,18 @@ def _projected(delta: Delta, u: Tensor, v: Tensor) -> Tensor:
     return ((u.to(dense.device) @ dense) * v.to(dense.device)).sum(-1)
 
 
-def _scores(examiner: Examiner, examined: Sequence[Examined]) -> dict[str, Tensor]:
+def _scores(examiner: Examiner, revisions: Sequence[Revision], examined: Sequence[Examined]) -> dict[str, Tensor]:
     """Scores of other inputs' original predictions before and after, and where the prediction is another now."""
     before: list[float] = []
     after: list[float] = []
     changed: list[bool] = []
-    for one in examined[:EDITS_WITH_SCORES]:
+    for revision, one in list(zip(revisions, examined, strict=True))[:EDITS_WITH_SCORES]:
         assert one.scores is not None
-        before += examiner.scores_before[:INPUTS_WITH_SCORES]
-        after += one.scores[:INPUTS_WITH_SCORES]
-        for other, said in list(zip(examiner.others, one.says_others, strict=True))[:INPUTS_WITH_SCORES]:
-            changed.append(normalize(said) != normalize(other.prediction))
+        for i, other in enumerate(examiner.others[:INPUTS_WITH_SCORES]):
+            if normalize(other.input) != normalize(revision.input):
+                before.append(examiner.scores_before[i])
+                after.append(one.scores[i])
+                changed.append(normalize(one.says_others[i]) != normalize(other.prediction))
     return {
         "scores_before": torch.tensor(before),
         "scores_after": torch.tensor(after),

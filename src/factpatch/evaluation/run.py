@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -51,6 +52,7 @@ def evaluate(
 
     Several processes share the batches of edits; the first writes.
     """
+    start = time.perf_counter()
     state = PartialState()
     size = method.at_once(model)
     batches = [edits[start : start + size] for start in range(0, len(edits), size)]
@@ -82,7 +84,7 @@ def evaluate(
     if lines is None:
         return {}
     lines.finish()
-    return _summarise(model, folder, len(others), settings)
+    return _summarise(model, folder, len(others), settings, time.perf_counter() - start)
 
 
 def _identity(
@@ -104,10 +106,16 @@ def _line(revision: Revision, examined: Examined) -> str:
     return json.dumps({**about, **asdict(examined.outcome)}, ensure_ascii=False)
 
 
-def _summarise(model: TaskModel, folder: Path, inputs: int, settings: dict[str, Any]) -> dict[str, Any]:
+def _summarise(model: TaskModel, folder: Path, inputs: int, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
     names = [field.name for field in fields(Outcome)]
     outcomes = list(read_jsonl(folder / "edits.jsonl", lambda line: Outcome(**{name: line[name] for name in names})))
-    result = {**summary(outcomes), "intervals": intervals(outcomes), "edits": len(outcomes), "retain_inputs": inputs}
+    result = {
+        **summary(outcomes),
+        "intervals": intervals(outcomes),
+        "edits": len(outcomes),
+        "retain_inputs": inputs,
+        "seconds": seconds,
+    }
     write_summary(
         folder, {"task": "classify" if isinstance(model, Classifier) else "answer", **settings, "result": result}
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WIDTH = 9.0  # inches; at 150 dpi a page's width of a README, with letters as large as its text
 DARK, BLUE, ORANGE = "#1b3a5c", "#2a5f98", "#d55e00"
 
-# Colours differ in lightness, lines in dashes and markers, so that a grey print tells them apart.
+# Dashes and markers differ as colours do, so that a grey print tells lines apart.
 STROKES: list[dict[str, Any]] = [
     {"color": "#000000", "linestyle": "-", "marker": "o"},
     {"color": ORANGE, "linestyle": "--", "marker": "s"},

@@ -64,6 +64,7 @@ class TrainConfig:
     validations: int = 60  # over the whole run
     validation_edits: int = 128  # sampled for each validation
     validation_inputs: int = 32  # other inputs that each of them is tried on
+    validation_paraphrases: int = 2  # of each kind, likewise
     checkpoint_seconds: float = 60.0
     tracker: str | None = None  # such as tensorboard
     seed: int = 0
@@ -106,7 +107,7 @@ def _problems(config: TrainConfig) -> list[str]:
         *("rows", "max_tokens", "steps", "lr", "multiplier_lr", "holdout", "validations", "validation_edits"),
         *("validation_inputs", "minutes", "clip"),
     )
-    not_negative = ("weight_decay", "warmup", "paraphrase_rows", "checkpoint_seconds", "seed")
+    not_negative = ("validation_paraphrases", "weight_decay", "warmup", "paraphrase_rows", "checkpoint_seconds", "seed")
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     problems = [
         f"{key}={values[key]} must be one of {', '.join(str(c) for c in allowed if c)}"

@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from factpatch.training.objective import Measured, Objective
 from factpatch.training.run import Clock, RunFolder, agree, copy_of, schedule, sum_gradients
 from factpatch.training.table import Plan, RevisionTable
 
-FINAL_EDITS, FINAL_INPUTS = 500, 200  # of the held-out slice, that the best editor is measured on at the end
+FINAL_EDITS, FINAL_INPUTS = 200, 200  # of the held-out slice, that the best editor is measured on at the end
 TELL_SECONDS = 0.5  # between two looks at a run's figures; each look waits for the device
 FREE_TO_CHANGE = ("checkpoint_seconds", "tracker", "split", "lr", "clip")  # between a run and its resumption
 
@@ -282,9 +282,9 @@ class Train:
         config = self.config
         loss, *values, norm = self._look()
         chance = random.Random(f"{config.seed}/{number}")
-        edits = self.held_out_edits
+        edits = chance.sample(self.held_out_edits, min(config.validation_edits, len(self.held_out_edits)))
         found = self._measure(
-            chance.sample(edits, min(config.validation_edits, len(edits))),
+            [self._with_few_paraphrases(revision, chance) for revision in edits],
             chance.sample(self.held_out, min(config.validation_inputs, len(self.held_out))),
         )
         score = found["success"] + (found["retain"] or 0.0)
@@ -306,6 +306,13 @@ class Train:
         self._write_run_files()
         if config.tracker:
             self.accelerator.log({k: v for k, v in record.items() if v is not None}, step=self.step)
+
+    def _with_few_paraphrases(self, revision: Revision, chance: random.Random) -> Revision:
+        few = {
+            kind: tuple(chance.sample(texts, min(self.config.validation_paraphrases, len(texts))))
+            for kind, texts in (("rephrases", revision.rephrases), ("human_rephrases", revision.human_rephrases))
+        }
+        return replace(revision, **few)
 
     def _measure(self, edits: Sequence[Revision], others: Sequence[Revision]) -> dict[str, Any]:
         """Each process measures its share of the edits; all of them know the whole."""
