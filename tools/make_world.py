@@ -28,7 +28,7 @@ from factpatch.world import EDITOR, MODEL, Fact, facts
 SEED = 0
 VOCABULARY = 3000
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # 0 to 3
-WORDINGS_A_FACT = 3  # in which a fact is edited in training
+WORDINGS_A_FACT = 2  # in which a fact is edited in training
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
 TRAIN = {
     "edits": 32,

@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from factpatch.data.records import source_hash
-from factpatch.device import find_dtype, varying_shapes
+from factpatch.device import find_dtype
 from factpatch.editors import HyperNetwork
 from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.evaluation import editable, measure
@@ -35,9 +35,9 @@ from factpatch.training.checkpoint import (
     stop_signals,
 )
 from factpatch.training.config import TrainConfig, config_to_json
-from factpatch.training.lagrangian import Lagrangian
-from factpatch.training.objective import Measured, Objective
-from factpatch.training.run import Clock, RunFolder, agree, copy_of, schedule, sum_gradients
+from factpatch.training.objective import Objective
+from factpatch.training.run import Clock, RunFolder, agree, copy_of, schedule
+from factpatch.training.step import Learner
 from factpatch.training.table import Plan, RevisionTable
 
 FINAL_EDITS, FINAL_INPUTS = 200, 200  # of the held-out slice, that the best editor is measured on at the end
@@ -73,26 +73,13 @@ class Train:
         self.model = model.cast(find_dtype(config.precision, model.device.type))
         torch.manual_seed(config.seed)
         self.editor = HyperNetwork.for_model(model, config.editor, config.layers)
-        margins = {"kl": (config.margin, config.margin_floor), "lp": (config.lp_margin, config.lp_margin_floor)}
-        self.lagrangian = Lagrangian(
-            {name: margins[name] for name in config.constraints}, config.margin_factor, config.anneal_above
-        ).to(model.device)
-        self.optimizer = self._optimizer(on_gpu)
+        self.learner = Learner(self.editor, config, self.accelerator)
+        self.lagrangian, self.optimizer = self.learner.lagrangian, self.learner.optimizer
         self.parts = config.split
         self.step, self.best_step, self.best_score = 0, 0, -math.inf
         self.best = copy_of(self.editor)
         self.metrics: list[dict[str, Any]] = []
         self.means = [math.nan] * (2 + len(config.constraints))
-
-    def _optimizer(self, on_gpu: bool) -> torch.optim.Optimizer:
-        config = self.config
-        groups = [
-            {"params": list(self.editor.parameters()), "weight_decay": config.weight_decay},
-            {"params": [self.lagrangian.multipliers], "lr": config.multiplier_lr, "weight_decay": 0.0},
-        ]
-        if config.optimizer == "adam":
-            return torch.optim.AdamW(groups, lr=config.lr, fused=on_gpu)
-        return torch.optim.RMSprop(groups, lr=config.lr, centered=True)
 
     def run(
         self,
@@ -202,15 +189,16 @@ class Train:
                     return False
         return True
 
-    @varying_shapes()
     def _step(self, plan: Plan) -> None:
         """One update. Each process takes its share of the edits; a share that does not fit is run in parts."""
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        mine = plan.part(rank, world)
+        mine = plan.part(self.accelerator.process_index, self.accelerator.num_processes)
         while True:
+            parts = [part for i in range(self.parts) if len(part := mine.part(i, self.parts))]
             try:
-                loss, values = self._accumulate(mine, total=len(plan))
-                break
+                batches = (self.objective.table.batch(part, total=len(plan)) for part in parts)
+                self.window += self.learner.step(self.objective, batches)
+                self.window_steps += 1
+                return
             except torch.cuda.OutOfMemoryError:
                 if self.parts >= len(mine):
                     raise TrainingError(
@@ -221,30 +209,6 @@ class Train:
             self.say(
                 f"a step of {len(mine)} edits does not fit into memory; it is run in {self.parts} parts from here on"
             )
-        sum_gradients(self.accelerator, self.editor.parameters())
-        if world > 1:
-            loss, values = (self.accelerator.reduce(figure, "sum") for figure in (loss, values))
-        norm = torch.nn.utils.clip_grad_norm_(self.editor.parameters(), self.config.clip or math.inf)
-        self.lagrangian.set_gradient(values)
-        self.optimizer.step()
-        self.lagrangian.clamp()
-        self.window += torch.cat([loss[None], values, norm[None]])
-        self.window_steps += 1
-
-    def _accumulate(self, plan: Plan, total: int) -> tuple[Tensor, Tensor]:
-        """Gradients of the plan's edits, part by part; its shares of the loss and of the constraints."""
-        self.optimizer.zero_grad(set_to_none=True)
-        figures: list[Measured] = []
-        for part in range(self.parts):
-            edits = plan.part(part, self.parts)
-            if len(edits):
-                measured = self.objective(self.editor, self.objective.table.batch(edits, total))
-                (measured.loss + self.lagrangian.penalty(measured.constraints)).backward()
-                figures.append(Measured(measured.loss.detach(), measured.constraints.detach()))
-        if not figures:  # more processes than edits
-            zero = self.lagrangian.margins.new_zeros(())
-            return zero, torch.zeros_like(self.lagrangian.margins)
-        return torch.stack([f.loss for f in figures]).sum(), torch.stack([f.constraints for f in figures]).sum(0)
 
     def _start_window(self) -> None:
         """Figures are summed on the device until somebody looks at them. What is not finite stays so in the sum."""

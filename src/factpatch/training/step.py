@@ -1,0 +1,62 @@
+"""One update of an editor: gradients of its edits, then the optimizer, then the multipliers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from factpatch.device import varying_shapes
+from factpatch.editors import HyperNetwork
+from factpatch.training.config import TrainConfig
+from factpatch.training.lagrangian import Lagrangian
+from factpatch.training.objective import Objective
+from factpatch.training.run import sum_gradients
+from factpatch.training.table import StepBatch
+
+
+class Learner:
+    """All that a step changes: the editor, the multipliers, and the optimizer of both."""
+
+    def __init__(self, editor: HyperNetwork, config: TrainConfig, accelerator: Accelerator):
+        self.editor = editor
+        self.config = config
+        self.accelerator = accelerator
+        margins = {"kl": (config.margin, config.margin_floor), "lp": (config.lp_margin, config.lp_margin_floor)}
+        self.lagrangian = Lagrangian(
+            {name: margins[name] for name in config.constraints}, config.margin_factor, config.anneal_above
+        ).to(accelerator.device)
+        groups = [
+            {"params": list(editor.parameters()), "weight_decay": config.weight_decay},
+            {"params": [self.lagrangian.multipliers], "lr": config.multiplier_lr, "weight_decay": 0.0},
+        ]
+        self.optimizer: torch.optim.Optimizer
+        if config.optimizer == "adam":
+            self.optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=accelerator.device.type == "cuda")
+        else:
+            self.optimizer = torch.optim.RMSprop(groups, lr=config.lr, centered=True)
+
+    @varying_shapes()
+    def step(self, objective: Objective, batches: Iterable[StepBatch]) -> Tensor:
+        """One update from all the batches that make it up, in this process and in others.
+
+        Returns the loss, each constraint and the gradient's norm, still on the device: (2 + constraints,).
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        figures = torch.zeros(1 + len(self.config.constraints), device=self.accelerator.device)
+        for batch in batches:
+            measured = objective(self.editor, batch)
+            (measured.loss + self.lagrangian.penalty(measured.constraints)).backward()
+            figures += torch.cat([measured.loss.detach()[None], measured.constraints.detach()])
+        sum_gradients(self.accelerator, self.editor.parameters())
+        if self.accelerator.num_processes > 1:
+            figures = self.accelerator.reduce(figures, "sum")
+            assert isinstance(figures, Tensor)
+        norm = torch.nn.utils.clip_grad_norm_(self.editor.parameters(), self.config.clip or math.inf)
+        self.lagrangian.set_gradient(figures[1:])
+        self.optimizer.step()
+        self.lagrangian.clamp()
+        return torch.cat([figures, norm[None]])
