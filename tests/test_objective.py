@@ -19,7 +19,7 @@ from factpatch.errors import InputError
 from factpatch.facts import FactEdit, Revision, normalize
 from factpatch.models import Rows, TaskModel
 from factpatch.training import TrainConfig
-from factpatch.training.objective import Objective
+from factpatch.training.objective import Objective, unedited_outputs
 from factpatch.training.table import Plan, RevisionTable
 
 CONFIG = TrainConfig(edits=3, rows=5, label_smoothing=0.1, constraint="both", max_tokens=36)
@@ -84,7 +84,7 @@ def known(model: TaskModel) -> list[Revision]:
 def test_loss_and_gradients_equal_the_oracles(model: TaskModel, editor: HyperNetwork, known: list[Revision]) -> None:
     table = RevisionTable(model, known, CONFIG)
     plan = table.plan(0)
-    measured = Objective(model, table, CONFIG)(editor, table.batch(plan, CONFIG.edits))
+    measured = Objective(model, CONFIG, unedited_outputs(model, table))(editor, table.batch(plan, CONFIG.edits))
     losses, kls, sizes = [], [], []
     for edit, hats, others in written_out(table, plan, known):
         update = dense_update(editor, model, edit)
@@ -120,7 +120,7 @@ def test_unedited_outputs_are_the_same_kept_or_computed_anew(
     for over in ("top1", "beam"):
         config = replace(CONFIG, kl_over=over, rows=13, constraint="kl")
         table = RevisionTable(model, known, config)
-        objective = Objective(model, table, config)
+        objective = Objective(model, config, unedited_outputs(model, table))
         batch = table.batch(table.plan(3), config.edits)
         kept = objective(editor, batch).constraints
         assert objective.unedited is not None
@@ -137,7 +137,9 @@ def test_kl_over_the_beam(name: str) -> None:
     config = replace(CONFIG, kl_over="beam", rows=13, constraint="kl")
     table = RevisionTable(model, known, config)
     plan = table.plan(0)
-    ours = Objective(model, table, config)(editor, table.batch(plan, config.edits)).constraints.item()
+    ours = Objective(model, config, unedited_outputs(model, table))(
+        editor, table.batch(plan, config.edits)
+    ).constraints.item()
     sums = []
     for edit, _, others in written_out(table, plan, known):
         update = dense_update(editor, model, edit)
@@ -162,11 +164,13 @@ def test_a_second_update_is_computed_on_the_first(
     batch = table.batch(table.plan(0), once.edits)
     first = editor.update(model, batch.fact)
     second = editor.update(model, batch.fact, under=first)
-    found = Objective(model, table, twice)._update(editor, batch)
+    found = Objective(model, twice, unedited_outputs(model, table))._update(editor, batch)
     for name, delta in found.items():
         torch.testing.assert_close(delta.dense(), first[name].dense() + second[name].dense(), rtol=1e-4, atol=1e-5)
-    measured = Objective(model, table, twice)(editor, batch)
-    assert measured.loss.item() != pytest.approx(Objective(model, table, once)(editor, batch).loss.item())
+    measured = Objective(model, twice, unedited_outputs(model, table))(editor, batch)
+    assert measured.loss.item() != pytest.approx(
+        Objective(model, once, unedited_outputs(model, table))(editor, batch).loss.item()
+    )
     measured.loss.backward()
     assert all(p.grad is None for p in model.model.parameters())
 

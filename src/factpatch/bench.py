@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -27,12 +29,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from factpatch.constraints import kl
 from factpatch.deltas import Delta
 from factpatch.device import find_device, find_dtype
 from factpatch.editors.hypernetwork import Condition, EditBatch, HyperNetwork, WeightNormLinears
 from factpatch.engine import edited
 from factpatch.errors import InputError
 from factpatch.models import Classifier, Rows, Seq2Seq, TaskModel
+from factpatch.training import TrainConfig
+from factpatch.training.objective import Objective
+from factpatch.training.step import Learner
+from factpatch.training.table import StepBatch, Targets
 
 ANSWER_TOKENS = 8  # of a question's answer, where the shape is an encoder-decoder's
 
@@ -159,6 +166,163 @@ def bench_edit(
             if repeat:  # the first round warms up
                 seconds[name].append(taken)
     return EditTimes(factor_bytes=factor_bytes, **{name: statistics.median(taken) for name, taken in seconds.items()})
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class TrainTimes:
+    """Seconds of one step, the median of several; and what was spent before the first, on compiling and the like."""
+
+    step: float  # of all edits, as training takes it
+    reference: float  # of one edit, the published way
+    limit: float  # all rows forward, and backward to their inputs, through the frozen model alone
+    prepared: float
+    factor_bytes: int
+
+    def summary(self, edits: int) -> dict[str, float | int]:
+        return {
+            "edits": edits,
+            "edits_per_second": edits / self.step,
+            "reference_edits_per_second": 1 / self.reference,
+            "speedup": edits / self.step * self.reference,
+            "limit_edits_per_second": edits / self.limit,
+            "fraction_of_limit": self.limit / self.step,
+            "prepare_seconds": self.prepared,
+            "factor_bytes": self.factor_bytes,
+        }
+
+
+def bench_train(
+    model: TaskModel,
+    edits: int = 128,
+    rows: int = 16,
+    tokens: int = 32,
+    repeats: int = 20,
+    tick: Callable[[], object] = lambda: None,
+) -> TrainTimes:
+    """A step of the training loop, the published way's with one edit, and the least that any step must do."""
+    config = TrainConfig(edits=edits, rows=rows, max_tokens=tokens, precision=None)
+    accelerator = Accelerator(cpu=model.device.type == "cpu")
+    editor = HyperNetwork.for_model(model)
+    learner = Learner(editor, config, accelerator)
+    batch, one = random_step(model, edits, rows, tokens), random_step(model, 1, rows, tokens)
+    with torch.no_grad():
+        factor_bytes = _nbytes(editor.update(model, batch.fact))
+        objective = Objective(model, config, _kept_features(model, batch))
+        kept_of_one = _kept_features(model, one)
+    optimizer = torch.optim.RMSprop(editor.parameters(), lr=config.lr, centered=True)
+    limits: list[Callable[[], object]] = [lambda: forward_and_back(model, model.model, batch.rows)]
+    start = time.perf_counter()
+    if model.device.type == "cuda":
+        compiled = torch.compile(model.model)
+        limits.append(lambda: forward_and_back(model, compiled, batch.rows))
+        limits[-1]()
+    ways: dict[str, list[Callable[[], object]]] = {
+        "step": [lambda: learner.step(objective, [batch])],
+        "reference": [lambda: published_step(editor, model, one, kept_of_one, optimizer)],
+        "limit": limits,
+    }
+    for way in ways["step"] * 3:
+        way()
+    prepared = time.perf_counter() - start
+    medians = {name: min(_median(way, model.device, repeats, tick) for way in found) for name, found in ways.items()}
+    return TrainTimes(prepared=prepared, factor_bytes=factor_bytes, **medians)
+
+
+def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBatch:
+    """A step's batch: of each edit's rows, two are to change and the others to stay."""
+    batch = random_rows(model, edits * rows, tokens)
+    assert batch.labels is not None
+    answer = batch.labels[0].numel()
+    places = torch.arange(edits * rows * answer, device=model.device).view(edits, rows, answer)
+    edit, keep = places[:, :2].flatten(), places[:, 2:].flatten()
+
+    def targets(chosen: Tensor) -> Targets:
+        labels = batch.labels.flatten()[chosen]  # type: ignore[union-attr]
+        weights = torch.full((len(chosen),), 1 / len(chosen), device=model.device)
+        return Targets(labels, weights, torch.arange(len(chosen), device=model.device))
+
+    chosen = Rows(batch.inputs, batch.labels, torch.cat([edit, keep]))
+    return StepBatch(random_edits(model, edits, tokens), chosen, targets(edit), targets(keep))
+
+
+def _kept_features(model: TaskModel, batch: StepBatch) -> Tensor:
+    assert batch.rows.places is not None
+    return model.features(Rows(batch.rows.inputs, batch.rows.labels, batch.rows.places[len(batch.edit.labels) :]))
+
+
+def published_step(
+    editor: HyperNetwork, model: TaskModel, batch: StepBatch, kept: Tensor, optimizer: torch.optim.Optimizer
+) -> None:
+    """One edit a step, dense, as the paper's code trains: everything from the gradients to the optimizer."""
+    logits = published_way(editor, model, batch.fact, batch.rows).float().flatten(0, -2)
+    assert batch.rows.places is not None
+    edit, keep = logits[batch.rows.places].split([len(batch.edit.labels), len(batch.keep.labels)])
+    loss = F.cross_entropy(edit, batch.edit.labels)
+    moved = kl(model.scores(kept), keep).mean()
+    optimizer.zero_grad()
+    (loss + moved).backward()
+    optimizer.step()
+
+
+def forward_and_back(model: TaskModel, network: Callable[..., Any], rows: Rows) -> None:
+    """The rows through the frozen model, and back to the embeddings: what every way of training must do."""
+    with ExitStack() as stack:
+        for module in model.model.modules():
+            if isinstance(module, nn.Embedding):
+                hook = module.register_forward_hook(lambda _module, _args, output: output.detach().requires_grad_())
+                stack.callback(hook.remove)
+        inputs = dict(rows.inputs)
+        if isinstance(model, Seq2Seq):
+            assert rows.labels is not None
+            inputs["decoder_input_ids"] = model.model.prepare_decoder_input_ids_from_labels(labels=rows.labels)
+        network(**inputs).logits.float().logsumexp(-1).sum().backward()
+
+
+# Evaluation
+
+
+def bench_evaluate(
+    model: TaskModel,
+    edits: int = 32,
+    rows: int = 128,
+    tokens: int = 16,
+    repeats: int = 20,
+    tick: Callable[[], object] = lambda: None,
+) -> dict[str, float | int]:
+    """Rows a second under patches, and of the unedited model."""
+    editor = HyperNetwork.for_model(model)
+    batch = random_rows(model, edits * rows, tokens)
+    with torch.no_grad():
+        deltas = editor.update(model, random_edits(model, edits, tokens))
+
+        def under_patches() -> None:
+            with edited(model.layers, deltas):
+                model.logits(batch)
+
+        ways = {"patched": under_patches, "unedited": lambda: model.logits(batch)}
+        seconds = {name: _median(way, model.device, repeats, tick) for name, way in ways.items()}
+    return {
+        "edits": edits,
+        "rows_per_second": len(batch) / seconds["patched"],
+        "unedited_rows_per_second": len(batch) / seconds["unedited"],
+        "fraction_of_unedited": seconds["unedited"] / seconds["patched"],
+        "factor_bytes": _nbytes(deltas),
+    }
+
+
+def _median(run: Callable[[], object], device: torch.device, repeats: int, tick: Callable[[], object]) -> float:
+    """Of synchronised runs, after one that warms up."""
+    taken: list[float] = []
+    for _ in range(repeats + 1):
+        taken.append(_timed(run, device))
+        tick()
+    return statistics.median(taken[1:])
+
+
+# The ways
 
 
 def propose_and_run(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from factpatch.cli.common import Device, Json, Seed, prepare, print_json, progress_bar, stdout, working
+from factpatch.cli.common import Device, Json, Precision, Seed, prepare, print_json, progress_bar, stdout, working
+
+if TYPE_CHECKING:
+    from factpatch.models import TaskModel
 
 app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps `edit` a subcommand while it is the only one."""
+Shape = Annotated[str, typer.Option(help="bert-base, bart-base, minilm or marian.")]
+Tokens = Annotated[int, typer.Option(min=2, max=512, help="Tokens of each row; claims have about 16.")]
 
 
 @app.command()
 def edit(
-    shape: Annotated[str, typer.Option(help="bert-base, bart-base, minilm or marian.")] = "bert-base",
+    shape: Shape = "bert-base",
     edits: Annotated[int, typer.Option(min=1, help="Edits at once.")] = 8,
     rows: Annotated[int, typer.Option(min=1, help="Rows of each edit's forward.")] = 8,
-    tokens: Annotated[int, typer.Option(min=2, max=512, help="Tokens of each row; claims have about 16.")] = 16,
-    precision: Annotated[str | None, typer.Option(help="fp32 or bf16. bf16 on a GPU, if left out.")] = None,
+    tokens: Tokens = 16,
+    precision: Precision = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 5,
     device: Device = None,
     seed: Seed = 0,
@@ -40,16 +42,9 @@ def edit(
         model = bench.shaped_model(shape, device, precision)
     with progress_bar(f"{shape} on {model.device}", total=4 * (repeats + 1)) as bar:
         times = bench.bench_edit(model, edits, rows, tokens, repeats, tick=lambda: bar.advance(bar.task_ids[0]))
-    settings = {
-        "shape": shape,
-        "rows": rows,
-        "tokens": tokens,
-        "device": str(model.device),
-        "precision": str(model.model.dtype),
-    }
     summary = times.summary(edits)
     if as_json:
-        print_json({**settings, **summary})
+        print_json({**_about(shape, rows, tokens, model), **summary})
         return
     table = Table("", "ms an edit", "edits/s", "times the reference")
     rates = {
@@ -63,3 +58,82 @@ def edit(
         table.add_row(name, f"{1000 / rate:.1f}", f"{rate:.2f}", f"{speedup:.2f}")
     stdout.print(table)
     stdout.print(f"Factors of {edits} edits: {summary['factor_bytes'] / 1e6:.1f} MB")
+
+
+@app.command()
+def train(
+    shape: Shape = "bert-base",
+    edits: Annotated[int, typer.Option(min=1, help="Edits a step.")] = 128,
+    rows: Annotated[int, typer.Option(min=3, help="Rows of each edit.")] = 16,
+    tokens: Tokens = 32,
+    precision: Precision = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps; the median counts.")] = 20,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """One step of the training loop, beside the published way with one edit and beside the frozen model alone.
+
+    Example: factpatch bench train --shape minilm --edits 8 --rows 4 --repeats 3
+    """
+    with working("building"):
+        from factpatch import bench
+
+        prepare(seed)
+        model = bench.shaped_model(shape, device, precision)
+    with progress_bar(f"{shape} on {model.device}", total=3 * (repeats + 1)) as bar:
+        times = bench.bench_train(model, edits, rows, tokens, repeats, tick=lambda: bar.advance(bar.task_ids[0]))
+    summary = {**_about(shape, rows, tokens, model), **times.summary(edits)}
+    if as_json:
+        print_json(summary)
+        return
+    table = Table("", "edits/s", "times the reference")
+    for name, key in (
+        (f"a step of {edits} edits", "edits_per_second"),
+        ("the published way", "reference_edits_per_second"),
+        ("the frozen model alone", "limit_edits_per_second"),
+    ):
+        table.add_row(name, f"{summary[key]:.1f}", f"{summary[key] / summary['reference_edits_per_second']:.1f}")
+    stdout.print(table)
+    stdout.print(
+        f"{summary['fraction_of_limit']:.0%} of the limit; {summary['prepare_seconds']:.1f} s before the first step."
+    )
+
+
+@app.command()
+def evaluate(
+    shape: Shape = "minilm",
+    edits: Annotated[int, typer.Option(min=1, help="Patches side by side.")] = 32,
+    rows: Annotated[int, typer.Option(min=1, help="Rows under each patch.")] = 128,
+    tokens: Tokens = 16,
+    precision: Precision = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 20,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Rows a second under patches, and of the unedited model.
+
+    Example: factpatch bench evaluate --shape minilm --edits 8 --rows 8 --repeats 3
+    """
+    with working("building"):
+        from factpatch import bench
+
+        prepare(seed)
+        model = bench.shaped_model(shape, device, precision)
+    with progress_bar(f"{shape} on {model.device}", total=2 * (repeats + 1)) as bar:
+        found = bench.bench_evaluate(model, edits, rows, tokens, repeats, tick=lambda: bar.advance(bar.task_ids[0]))
+    summary = {**_about(shape, rows, tokens, model), **found}
+    if as_json:
+        print_json(summary)
+        return
+    table = Table("", "rows/s")
+    table.add_row(f"under {edits} patches", f"{summary['rows_per_second']:,.0f}")
+    table.add_row("unedited", f"{summary['unedited_rows_per_second']:,.0f}")
+    stdout.print(table)
+    stdout.print(f"{summary['fraction_of_unedited']:.0%} of the unedited model's speed.")
+
+
+def _about(shape: str, rows: int, tokens: int, model: TaskModel) -> dict[str, Any]:
+    precision = str(model.model.dtype)
+    return {"shape": shape, "rows": rows, "tokens": tokens, "device": str(model.device), "precision": precision}

@@ -32,20 +32,13 @@ class Measured:
 
 
 class Objective:
-    """L over x and its paraphrases, and each constraint C, for batches of one table."""
+    """L over x and its paraphrases, and each constraint C."""
 
-    def __init__(
-        self,
-        model: TaskModel,
-        table: RevisionTable,
-        config: TrainConfig,
-        on_share: Callable[[float], object] = lambda share: None,
-    ):
+    def __init__(self, model: TaskModel, config: TrainConfig, unedited: Tensor | None = None):
+        """`unedited`: what the unedited model says at each kept place; computed anew for each batch, if left out."""
         self.model = model
-        self.table = table
         self.config = config
-        wanted = "kl" in config.constraints
-        self.unedited = _unedited(model, table, on_share) if wanted and _fits(model, table) else None
+        self.unedited = unedited
 
     def __call__(self, editor: HyperNetwork, batch: StepBatch) -> Measured:
         """Differentiable in the editor's parameters."""
@@ -100,8 +93,12 @@ class Objective:
 
 @torch.no_grad()
 @varying_shapes()
-def _unedited(model: TaskModel, table: RevisionTable, on_share: Callable[[float], object]) -> Tensor:
-    """What the unedited model says to every input of the pool, place by place: computed once."""
+def unedited_outputs(
+    model: TaskModel, table: RevisionTable, on_share: Callable[[float], object] = lambda share: None
+) -> Tensor | None:
+    """What the unedited model says to the pool, place by place; None where it is not wanted, or does not fit."""
+    if "kl" not in table.config.constraints or not _fits(model, table):
+        return None
     kept: Tensor | None = None
     pool = table.pool[np.argsort(table.texts.lengths[table.inputs[table.pool]], kind="stable")]
     size = max(1, ROWS_AT_ONCE[model.device.type] // table.config.candidates)

@@ -35,7 +35,7 @@ from factpatch.training.checkpoint import (
     stop_signals,
 )
 from factpatch.training.config import TrainConfig, config_to_json
-from factpatch.training.objective import Objective
+from factpatch.training.objective import Objective, unedited_outputs
 from factpatch.training.run import Clock, RunFolder, agree, copy_of, schedule
 from factpatch.training.step import Learner
 from factpatch.training.table import Plan, RevisionTable
@@ -110,7 +110,7 @@ class Train:
                 )
         self._check_predictions(revisions)
         table = RevisionTable(self.model, revisions, self.config)
-        self.objective = Objective(self.model, table, self.config, on_prepared)
+        self.objective = Objective(self.model, self.config, unedited_outputs(self.model, table, on_prepared))
         if not self._train(table, watch):
             raise FileError(f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}")
 
@@ -170,7 +170,7 @@ class Train:
                 middle = min(1.0, done + 0.5 / config.steps)
                 warmup = min(0.1, config.warmup / config.steps)
                 self.optimizer.param_groups[0]["lr"] = config.lr * schedule(middle, warmup, config.schedule)
-                self._step(table.plan(self.step))
+                self._step(table, table.plan(self.step))
                 self.step += 1
                 done, stop = agree(self.accelerator, self.clock.share(self.step), asked_to_stop.is_set())
                 due = int(done * config.validations) > validated or done >= 1
@@ -189,13 +189,13 @@ class Train:
                     return False
         return True
 
-    def _step(self, plan: Plan) -> None:
+    def _step(self, table: RevisionTable, plan: Plan) -> None:
         """One update. Each process takes its share of the edits; a share that does not fit is run in parts."""
         mine = plan.part(self.accelerator.process_index, self.accelerator.num_processes)
         while True:
             parts = [part for i in range(self.parts) if len(part := mine.part(i, self.parts))]
             try:
-                batches = (self.objective.table.batch(part, total=len(plan)) for part in parts)
+                batches = (table.batch(part, total=len(plan)) for part in parts)
                 self.window += self.learner.step(self.objective, batches)
                 self.window_steps += 1
                 return
