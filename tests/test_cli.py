@@ -133,7 +133,9 @@ def test_wrong_usage_is_exit_2(edit, run) -> None:
 
 
 def test_help_has_a_runnable_example() -> None:
-    for command in "edit,demo,split,fit,paraphrase,revise,patch show,patch apply,bench edit".split(","):
+    for command in "edit,demo,split,fit,paraphrase,revise,train,evaluate,report,patch show,patch apply,bench edit,bench train,bench evaluate".split(
+        ","
+    ):
         shown = subprocess.run(
             [sys.executable, "-m", "factpatch", *command.split(), "--help"], capture_output=True, text=True, check=True
         )
