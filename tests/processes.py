@@ -34,3 +34,15 @@ def wait_for(process: subprocess.Popen[str], folder: Path) -> None:
     """Until the first checkpoint is there."""
     while process.poll() is None and not any(folder.glob("step-*")):
         time.sleep(0.01)
+
+
+def run_in_two_processes(script: Path, *arguments: str, timeout: float = 90) -> str:
+    """What the script prints when two processes run it together."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    with run_aside([*launcher, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            process.terminate()  # the launcher then ends its processes too
+    assert process.returncode == 0, err
+    return out

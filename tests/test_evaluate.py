@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import tiny
 import torch
 from conftest import Ran, loud_editor
-from processes import run_aside
+from processes import run_in_two_processes
 from safetensors import safe_open
 from safetensors.torch import load_file
 from samples import answerer, fact_checker, read_lines, revisions, write_revisions
@@ -240,18 +239,8 @@ def test_two_processes_write_what_one_writes(
         "import sys\nimport factpatch.editors.hypernetwork as h\nh.EDITS_PER_BATCH = 5\n"
         "from factpatch.cli import main\nmain(sys.argv[1:])\n"
     )
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", command]
-    with run_aside(
-        [str(part) for part in [*launcher, *options, "--output", tmp_path / "two", "--json"]],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=90)
-        finally:
-            process.terminate()
-    assert process.returncode == 0, err
-    two = json.loads(out)
+    arguments = [str(part) for part in [*options, "--output", tmp_path / "two", "--json"]]
+    two = json.loads(run_in_two_processes(command, *arguments))
     monkeypatch.setattr("factpatch.editors.hypernetwork.EDITS_PER_BATCH", 5)
     one = run(*options, "--output", tmp_path / "one", "--json").json
     assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in two.items() if k != "seconds"}

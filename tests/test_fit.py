@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from processes import Stopped, run_aside, stop_at, wait_for
+from processes import Stopped, run_aside, run_in_two_processes, stop_at, wait_for
 from safetensors.torch import load_file
 from samples import LABELS, answerer, fact_checker, fever, read_lines, texts, write_lines
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, GenerationConfig
@@ -441,13 +441,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
         settings = {"task": task, "lr": 1e-3, "batch": 7, "steps": 14, "warmup": 2, "validations": 1}
         runs.append((settings, str(start), str(tmp_path / f"{task}-2"), str(data[task])))
     (tmp_path / "driver.py").write_text(DRIVER)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    with run_aside([*launcher, str(tmp_path / "driver.py"), *map(json.dumps, runs)], stderr=subprocess.PIPE) as process:
-        try:
-            _, err = process.communicate(timeout=60)
-        finally:
-            process.terminate()  # the launcher then ends its processes too
-    assert process.returncode == 0, err
+    run_in_two_processes(tmp_path / "driver.py", *map(json.dumps, runs), timeout=60)
 
     for settings, start, two, train in runs:
         one = tmp_path / settings["task"]

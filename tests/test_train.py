@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 from conftest import Ran
-from processes import Stopped, run_aside, stop_at, wait_for
+from processes import Stopped, run_aside, run_in_two_processes, stop_at, wait_for
 from safetensors.torch import load_file
 from samples import answerer, fact_checker, read_lines, write_revisions
 
@@ -307,13 +307,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
         data = write_revisions(tmp_path / f"{name}.jsonl", load_model(folder, "cpu"), 40)
         runs.append((config_to_json(config), str(folder), str(tmp_path / f"{name}-2"), str(data)))
     (tmp_path / "driver.py").write_text(DRIVER)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    with run_aside([*launcher, str(tmp_path / "driver.py"), *map(json.dumps, runs)], stderr=subprocess.PIPE) as process:
-        try:
-            _, err = process.communicate(timeout=90)
-        finally:
-            process.terminate()  # the launcher then ends its processes too
-    assert process.returncode == 0, err
+    run_in_two_processes(tmp_path / "driver.py", *map(json.dumps, runs))
     for (name, folder), (_, _, two, data) in zip(models.items(), runs, strict=True):
         one = tmp_path / f"{name}-1"
         start(config, folder, one).run(data)

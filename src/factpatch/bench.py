@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,7 +203,7 @@ def bench_train(
     tick: Callable[[], object] = lambda: None,
 ) -> TrainTimes:
     """A step of the training loop, the published way's with one edit, and the least that any step must do."""
-    config = TrainConfig(edits=edits, rows=rows, max_tokens=tokens, precision=None)
+    config = TrainConfig(edits=edits, rows=rows, max_tokens=tokens)
     accelerator = Accelerator(cpu=model.device.type == "cpu")
     editor = HyperNetwork.for_model(model)
     learner = Learner(editor, config, accelerator)
@@ -234,17 +234,17 @@ def bench_train(
 def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBatch:
     """A step's batch: of each edit's rows, two are to change and the others to stay."""
     batch = random_rows(model, edits * rows, tokens)
-    assert batch.labels is not None
-    answer = batch.labels[0].numel()
+    labels = batch.labels
+    assert labels is not None
+    answer = labels[0].numel()
     places = torch.arange(edits * rows * answer, device=model.device).view(edits, rows, answer)
     edit, keep = places[:, :2].flatten(), places[:, 2:].flatten()
 
     def targets(chosen: Tensor) -> Targets:
-        labels = batch.labels.flatten()[chosen]  # type: ignore[union-attr]
         weights = torch.full((len(chosen),), 1 / len(chosen), device=model.device)
-        return Targets(labels, weights, torch.arange(len(chosen), device=model.device))
+        return Targets(labels.flatten()[chosen], weights, torch.arange(len(chosen), device=model.device))
 
-    chosen = Rows(batch.inputs, batch.labels, torch.cat([edit, keep]))
+    chosen = Rows(batch.inputs, labels, torch.cat([edit, keep]))
     return StepBatch(random_edits(model, edits, tokens), chosen, targets(edit), targets(keep))
 
 
@@ -269,16 +269,8 @@ def published_step(
 
 def forward_and_back(model: TaskModel, network: Callable[..., Any], rows: Rows) -> None:
     """The rows through the frozen model, and back to the embeddings: what every way of training must do."""
-    with ExitStack() as stack:
-        for module in model.model.modules():
-            if isinstance(module, nn.Embedding):
-                hook = module.register_forward_hook(lambda _module, _args, output: output.detach().requires_grad_())
-                stack.callback(hook.remove)
-        inputs = dict(rows.inputs)
-        if isinstance(model, Seq2Seq):
-            assert rows.labels is not None
-            inputs["decoder_input_ids"] = model.model.prepare_decoder_input_ids_from_labels(labels=rows.labels)
-        network(**inputs).logits.float().logsumexp(-1).sum().backward()
+    with _gradients_start_at_embeddings(model):
+        network(**_inputs(model, rows)).logits.float().logsumexp(-1).sum().backward()
 
 
 # Evaluation
@@ -357,22 +349,33 @@ def published_way(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows
             scaled = gradient * torch.outer(r.softmax(0), a) + torch.outer(r_bias.softmax(0), a_bias)
             deltas[name] = group.max_scale * eta.sigmoid() * scaled
     changed = {name: parameter + deltas.get(name, 0) for name, parameter in parameters.items()}
-    inputs = dict(rows.inputs)
-    if model.kind == "seq2seq":
-        inputs["decoder_input_ids"] = model.model.prepare_decoder_input_ids_from_labels(labels=rows.labels)
-    return functional_call(model.model, changed, kwargs=inputs).logits
+    return functional_call(model.model, changed, kwargs=_inputs(model, rows)).logits
 
 
 def frozen_alone(model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
     """The floor: the edits' forward and input-gradient backward, and the rows' forward, with no editing at all."""
-    with ExitStack() as stack, torch.enable_grad():
-        for module in model.model.modules():
-            if isinstance(module, nn.Embedding):
-                stack.callback(
-                    module.register_forward_hook(lambda _module, _args, output: output.detach().requires_grad_()).remove
-                )
+    with _gradients_start_at_embeddings(model), torch.enable_grad():
         model.losses(batch.rows).sum().backward()
     return model.logits(rows)
+
+
+@contextmanager
+def _gradients_start_at_embeddings(model: TaskModel) -> Iterator[None]:
+    """As if the inputs were what is trained: the least that a backward through a frozen model can do."""
+    with ExitStack() as stack:
+        for module in model.model.modules():
+            if isinstance(module, nn.Embedding):
+                hook = module.register_forward_hook(lambda _module, _args, output: output.detach().requires_grad_())
+                stack.callback(hook.remove)
+        yield
+
+
+def _inputs(model: TaskModel, rows: Rows) -> dict[str, Tensor]:
+    """What the network itself takes."""
+    inputs = dict(rows.inputs)
+    if isinstance(model, Seq2Seq):
+        inputs["decoder_input_ids"] = model.model.prepare_decoder_input_ids_from_labels(labels=rows.labels)
+    return inputs
 
 
 def _normed_linear(layers: WeightNormLinears, i: int, x: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 
-
 Shape = Annotated[str, typer.Option(help="bert-base, bart-base, minilm or marian.")]
 Tokens = Annotated[int, typer.Option(min=2, max=512, help="Tokens of each row; claims have about 16.")]
 
@@ -35,11 +34,9 @@ def edit(
 
     Example: factpatch bench edit --shape bert-base --edits 8 --rows 8
     """
-    with working("building"):
-        from factpatch import bench
+    model = _build(shape, device, precision, seed)
+    from factpatch import bench
 
-        prepare(seed)
-        model = bench.shaped_model(shape, device, precision)
     with progress_bar(f"{shape} on {model.device}", total=4 * (repeats + 1)) as bar:
         times = bench.bench_edit(model, edits, rows, tokens, repeats, tick=lambda: bar.advance(bar.task_ids[0]))
     summary = times.summary(edits)
@@ -76,11 +73,9 @@ def train(
 
     Example: factpatch bench train --shape minilm --edits 8 --rows 4 --repeats 3
     """
-    with working("building"):
-        from factpatch import bench
+    model = _build(shape, device, precision, seed)
+    from factpatch import bench
 
-        prepare(seed)
-        model = bench.shaped_model(shape, device, precision)
     with progress_bar(f"{shape} on {model.device}", total=3 * (repeats + 1)) as bar:
         times = bench.bench_train(model, edits, rows, tokens, repeats, tick=lambda: bar.advance(bar.task_ids[0]))
     summary = {**_about(shape, rows, tokens, model), **times.summary(edits)}
@@ -116,11 +111,9 @@ def evaluate(
 
     Example: factpatch bench evaluate --shape minilm --edits 8 --rows 8 --repeats 3
     """
-    with working("building"):
-        from factpatch import bench
+    model = _build(shape, device, precision, seed)
+    from factpatch import bench
 
-        prepare(seed)
-        model = bench.shaped_model(shape, device, precision)
     with progress_bar(f"{shape} on {model.device}", total=2 * (repeats + 1)) as bar:
         found = bench.bench_evaluate(model, edits, rows, tokens, repeats, tick=lambda: bar.advance(bar.task_ids[0]))
     summary = {**_about(shape, rows, tokens, model), **found}
@@ -132,6 +125,14 @@ def evaluate(
     table.add_row("unedited", f"{summary['unedited_rows_per_second']:,.0f}")
     stdout.print(table)
     stdout.print(f"{summary['fraction_of_unedited']:.0%} of the unedited model's speed.")
+
+
+def _build(shape: str, device: str | None, precision: str | None, seed: int) -> TaskModel:
+    with working("building"):
+        from factpatch.bench import shaped_model
+
+        prepare(seed)
+        return shaped_model(shape, device, precision)
 
 
 def _about(shape: str, rows: int, tokens: int, model: TaskModel) -> dict[str, Any]:

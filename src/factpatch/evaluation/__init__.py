@@ -1,6 +1,6 @@
 """Any EditMethod, measured on revisions."""
 
-from factpatch.evaluation.measure import editable, measure
+from factpatch.evaluation.measure import editable, measure, teachable
 from factpatch.evaluation.run import evaluate, sampled, select
 
-__all__ = ["editable", "evaluate", "measure", "sampled", "select"]
+__all__ = ["editable", "evaluate", "measure", "sampled", "select", "teachable"]

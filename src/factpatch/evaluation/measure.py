@@ -23,11 +23,15 @@ from factpatch.patch import Patch, stack_patches
 PLACES_AT_ONCE = 8192  # whose scores over a whole vocabulary are compared together
 
 
-def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
-    """The revisions that can be edits, with the alternatives that the model can be taught to say."""
+def teachable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
+    """All revisions, each with those alternatives only that the model can be taught to say."""
     sayable = model.sayable([text for revision in revisions for text in revision.alternatives])
-    kept = (replace(r, alternatives=tuple(text for text in r.alternatives if text in sayable)) for r in revisions)
-    return [revision for revision in kept if revision.alternatives]
+    return [replace(r, alternatives=tuple(text for text in r.alternatives if text in sayable)) for r in revisions]
+
+
+def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
+    """The revisions that can be edits."""
+    return [revision for revision in teachable(model, revisions) if revision.alternatives]
 
 
 def edit_of(revision: Revision) -> FactEdit:
@@ -130,7 +134,7 @@ class Examiner:
         kls: list[list[float]] = []
         if self.scores:
             features = self.model.features(self._repeated(batch, inputs, edits))
-            said = self.model.said(self.model.scores(features))
+            said = self.model.said(features)
             found, moved = self._scores(batch, features, edits)
             scores, kls = found.tolist(), moved.tolist()
         if said is None:

@@ -118,8 +118,8 @@ class TaskModel(ABC):
     def scores(self, features: Tensor) -> Tensor:
         """The logits of features: (places, labels or vocabulary), in float32."""
 
-    def said(self, scores: Tensor) -> list[str] | None:
-        """What the scores alone decide, a text for each place; None where deciding takes a search."""
+    def said(self, features: Tensor) -> list[str] | None:
+        """What their scores alone decide, a text for each place; None where deciding takes a search."""
         return None
 
     @abstractmethod

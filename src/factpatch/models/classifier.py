@@ -45,8 +45,8 @@ class Classifier(TaskModel):
     def scores(self, features: Tensor) -> Tensor:
         return features.float()
 
-    def said(self, scores: Tensor) -> list[str] | None:
-        return [self.labels[i] for i in scores.argmax(-1).tolist()]
+    def said(self, features: Tensor) -> list[str] | None:
+        return [self.labels[i] for i in self.scores(features).argmax(-1).tolist()]
 
     def losses(self, rows: Rows) -> Tensor:
         assert rows.labels is not None

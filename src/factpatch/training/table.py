@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from factpatch.editors.hypernetwork import Condition, EditBatch, condition_text
 from factpatch.errors import InputError
+from factpatch.evaluation import teachable
 from factpatch.facts import FactEdit, Revision, normalize
 from factpatch.models import Rows, TaskModel
 from factpatch.models.base import Encoded, padded
@@ -75,8 +77,8 @@ class RevisionTable:
     def __init__(self, model: TaskModel, revisions: Sequence[Revision], config: TrainConfig):
         self.config = config
         self.device = model.device
-        sayable = model.sayable([text for r in revisions for text in r.alternatives])
-        wanted = [[text for text in r.alternatives if text in sayable] for r in revisions]
+        self._order = lru_cache(maxsize=2)(self._shuffled)  # a step lies in one epoch or at the border of two
+        wanted = [revision.alternatives for revision in teachable(model, revisions)]
         self.editable = np.array([i for i, texts in enumerate(wanted) if texts], dtype=np.int64)
         if len(self.editable) == 0:
             raise InputError("expected revisions with alternatives to train on, found none; make them with revise")
@@ -145,8 +147,11 @@ class RevisionTable:
         found = np.empty_like(places)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            found[here] = np.random.default_rng([self.config.seed, 1, epoch]).permutation(self.editable)[within[here]]
+            found[here] = self._order(int(epoch))[within[here]]
         return found
+
+    def _shuffled(self, epoch: int) -> Numbers:
+        return np.random.default_rng([self.config.seed, 1, epoch]).permutation(self.editable)
 
     # Batches
 
