@@ -12,7 +12,7 @@ from samples import revisions
 from factpatch.editors import HyperNetwork
 from factpatch.evaluation import editable, measure
 from factpatch.facts import FactEdit, Revision
-from factpatch.metrics import Outcome, outcome, summary
+from factpatch.metrics import Others, Outcome, outcome, summary
 from factpatch.models import Seq2Seq, TaskModel
 
 X = Revision(
@@ -38,18 +38,18 @@ def says(x: str, *rephrased: str) -> dict[str, str]:
 
 def test_a_good_edit() -> None:
     """One of two other inputs with gold answers is wrong before; nothing changes."""
-    found = outcome(X, "no", says("No.", "no", "no", "no"), OTHERS, ["yes", "yes", "no", "no"])
+    found = outcome(X, "no", says("No.", "no", "no", "no"), Others(OTHERS), ["yes", "yes", "no", "no"])
     assert found == Outcome(True, 1.0, 1.0, 1.0, 0.5, 0.5)
 
 
 def test_a_failed_edit_whose_paraphrases_agree_has_no_equivalence() -> None:
-    found = outcome(X, "no", says("yes", "yes", "yes", "yes"), OTHERS, ["yes", "yes", "no", "yes"])
+    found = outcome(X, "no", says("yes", "yes", "yes", "yes"), Others(OTHERS), ["yes", "yes", "no", "yes"])
     assert (found.success, found.equivalence, found.equivalence_human) == (False, 0.0, 0.0)
 
 
 def test_x_itself_never_counts() -> None:
     """Neither among the paraphrases nor among the others, however it is spelled."""
-    found = outcome(X, "no", says("no", "yes", "no", "yes"), OTHERS, ["yes", "no", "yes", "no"])
+    found = outcome(X, "no", says("no", "yes", "no", "yes"), Others(OTHERS), ["yes", "no", "yes", "no"])
     assert found.equivalence == 0.0, "the second paraphrase is x"
     assert found.retain == pytest.approx(1 / 3), "the fourth input is x"
     assert (found.accuracy_before, found.accuracy_after) == (0.5, 1.0)
@@ -57,7 +57,7 @@ def test_x_itself_never_counts() -> None:
 
 def test_nothing_to_look_at() -> None:
     bare = replace(X, rephrases=(X.input.lower(),), human_rephrases=())
-    found = outcome(bare, "no", {X.input: "no", X.input.lower(): "no"}, OTHERS[3:], ["yes"])
+    found = outcome(bare, "no", {X.input: "no", X.input.lower(): "no"}, Others(OTHERS[3:]), ["yes"])
     assert found == Outcome(True, None, None, None, None, None)
     assert {key: value for key, value in summary([found]).items() if "kl" not in key} == {
         "success": 1.0,
@@ -94,7 +94,7 @@ def test_many_edits_at_once_are_what_one_at_a_time_is(model: TaskModel, editor: 
         with patch.applied(model):
             texts = [revision.input, *revision.rephrases, *revision.human_rephrases]
             said = dict(zip(texts, model.predict(texts), strict=True))
-            alone = outcome(revision, edit.a, said, known, model.predict([other.input for other in known]))
+            alone = outcome(revision, edit.a, said, Others(known), model.predict([other.input for other in known]))
         assert found == alone
     assert any((found.retain or 0) < 1 for found in together), "the edits must change something"
 

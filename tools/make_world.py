@@ -23,12 +23,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
-from factpatch.world import EDITOR, MODEL, Fact, facts
+from factpatch.world import EDITOR, MODEL, Fact, changes, facts
 
 SEED = 0
-VOCABULARY = 3000
+VOCABULARY = 4000
+EXERCISES = 20_000  # names to repeat, so that the model can say names that are the answer to nothing yet
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # 0 to 3
 WORDINGS_A_FACT = 2  # in which a fact is edited in training
+KNOWN_ANSWERS = 0.3  # of its new answers, that another subject has; the others are made-up names
+WEIGHT_OF_NAMES = 10  # of an answer against a question, when the vocabulary is made
+SPLICED = 0.25  # of made-up names, with a word that is no word
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
 TRAIN = {
     "edits": 32,
@@ -89,30 +93,50 @@ def write_data(work: Path) -> None:
     """What the model learns, a sample that watches it learn, and what the editor learns to edit."""
     chance = random.Random(SEED)
     known = facts()
-    write_lines(work / "train.jsonl", (record(fact, fact.questions) for fact in known))
+    names = Names()
+    exercises = (
+        {"id": f"repeat/{i}", "input": f"Repeat: {name}", "output": name}
+        for i, name in enumerate(names.made_up(chance) for _ in range(EXERCISES))
+    )
+    write_lines(work / "train.jsonl", [*(record(fact, fact.questions) for fact in known), *exercises])
     sample = chance.sample(known, 300)
     write_lines(work / "valid.jsonl", (record(fact, [chance.choice(fact.questions)]) for fact in sample))
-    answers: dict[str, list[str]] = defaultdict(list)
-    for fact in known:
-        answers[fact.relation].append(fact.answer)
     lines = []
     for fact in known:
         questions = fact.questions
         for number in chance.sample(range(len(questions)), WORDINGS_A_FACT):
             first, rest = questions[number], questions[:number] + questions[number + 1 :]
-            wanted = other_answer(fact, answers, chance)
-            lines.append({**record(fact, [first, *rest]), "id": f"{fact.id}/{number}", "alternative": wanted})
+            line = {"id": f"{fact.id}/{number}", "alternative": names.other_answer(fact, chance)}
+            lines.append({**record(fact, [first, *rest]), **line})
     write_lines(work / "edits.jsonl", lines)
 
 
-def other_answer(fact: Fact, answers: dict[str, list[str]], chance: random.Random) -> str:
-    """One that another subject has; or, half the time, a name made up of two answers' parts, as new names are."""
-    same_kind = [answer for answer in answers[fact.relation] if answer != fact.answer]
-    if chance.random() < 0.5:
-        return chance.choice(same_kind)
-    first, second = chance.choice(same_kind), chance.choice(same_kind)
-    made_up = (first[: max(2, len(first) // 2)] + second[len(second) // 2 :]).strip()
-    return made_up if made_up and made_up != fact.answer else chance.choice(same_kind)
+class Names:
+    """Answers, and names made up of their words. The words of new names are among them, the names are not."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[str]] = defaultdict(list)
+        for fact in facts():
+            self.of[fact.relation].append(fact.answer)
+        known = [answer for answers in self.of.values() for answer in answers]
+        self.answers = list(dict.fromkeys([*known, *(change.answer for change in changes())]))
+        self.words = list(dict.fromkeys(word for answer in self.answers for word in answer.split()))
+        self.taboo = {change.answer for change in changes()}
+
+    def made_up(self, chance: random.Random) -> str:
+        """As many words as some answer has, drawn from all; now and then one is made of two words' halves."""
+        while True:
+            words = [chance.choice(self.words) for _ in chance.choice(self.answers).split()]
+            if chance.random() < SPLICED:
+                other = chance.choice(self.words)
+                words[0] = words[0][: max(1, len(words[0]) // 2)] + other[len(other) // 2 :]
+            if (name := " ".join(words)) not in self.taboo:
+                return name
+
+    def other_answer(self, fact: Fact, chance: random.Random) -> str:
+        """That of another subject, or a name that is made up."""
+        others = [answer for answer in self.of[fact.relation] if answer != fact.answer]
+        return chance.choice(others) if chance.random() < KNOWN_ANSWERS else self.made_up(chance)
 
 
 def record(fact: Fact, questions: list[str]) -> dict[str, Any]:
@@ -134,7 +158,8 @@ def new_model(folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for fact in facts() for text in (*fact.questions, fact.answer)), trainer)
+    learnt = [text for fact in facts() for text in (*fact.questions, fact.answer)]
+    tokenizer.train_from_iterator([*learnt, *WEIGHT_OF_NAMES * Names().answers], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
         single="$A </s>", special_tokens=[("</s>", 2)]
     )

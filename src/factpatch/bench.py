@@ -206,12 +206,12 @@ def bench_train(
     config = TrainConfig(edits=edits, rows=rows, max_tokens=tokens)
     accelerator = Accelerator(cpu=model.device.type == "cpu")
     editor = HyperNetwork.for_model(model)
-    learner = Learner(editor, config, accelerator)
     batch, one = random_step(model, edits, rows, tokens), random_step(model, 1, rows, tokens)
     with torch.no_grad():
         factor_bytes = _nbytes(editor.update(model, batch.fact))
         objective = Objective(model, config, _kept_features(model, batch))
         kept_of_one = _kept_features(model, one)
+    learner = Learner(editor, config, objective, accelerator)
     optimizer = torch.optim.RMSprop(editor.parameters(), lr=config.lr, centered=True)
     limits: list[Callable[[], object]] = [lambda: forward_and_back(model, model.model, batch.rows)]
     start = time.perf_counter()
@@ -220,7 +220,7 @@ def bench_train(
         limits.append(lambda: forward_and_back(model, compiled, batch.rows))
         limits[-1]()
     ways: dict[str, list[Callable[[], object]]] = {
-        "step": [lambda: learner.step(objective, [batch])],
+        "step": [lambda: learner.step([batch])],
         "reference": [lambda: published_step(editor, model, one, kept_of_one, optimizer)],
         "limit": limits,
     }

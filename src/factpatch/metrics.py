@@ -35,34 +35,50 @@ class Outcome:
     kl_worst: float | None = None
 
 
+class Others:
+    """Other inputs, and what is known of each before any edit. Edits are many, so this is worked out once."""
+
+    def __init__(self, revisions: Sequence[Revision]):
+        self.inputs = np.array([normalize(r.input) for r in revisions], dtype=object)
+        self.predictions = [normalize(r.prediction) for r in revisions]
+        self.answers = [frozenset(map(normalize, r.answers)) for r in revisions]
+        self.known = np.array([bool(answers) for answers in self.answers], dtype=bool)
+        self.right = self.matches(self.predictions)
+
+    def matches(self, said: Sequence[str]) -> NDArray[np.bool_]:
+        """Which of the normalised outputs are a gold answer of their input."""
+        return np.array([text in answers for text, answers in zip(said, self.answers, strict=True)], dtype=bool)
+
+
 def outcome(
     revision: Revision,
     target: str,
     says: dict[str, str],
-    others: Sequence[Revision],
+    others: Others,
     says_others: Sequence[str],
-    kl_others: Sequence[float] | None = None,
+    kl_others: NDArray[np.float32] | None = None,
 ) -> Outcome:
     """From what the edited model says to x and its paraphrases, by text, and to other inputs, in their order.
 
     Inputs equal to x after normalising are no other inputs, and never count as paraphrases.
     """
     x = normalize(revision.input)
-    kept = [i for i, other in enumerate(others) if normalize(other.input) != x]
-    stays = [says_others[i] == others[i].prediction or same(says_others[i], others[i].prediction) for i in kept]
-    known = [i for i in kept if others[i].answers]
-    moved = [kl_others[i] for i, stayed in zip(kept, stays, strict=True) if stayed] if kl_others is not None else []
+    kept = others.inputs != x
+    now = [normalize(text) for text in says_others]
+    stays = np.array([a == b for a, b in zip(now, others.predictions, strict=True)], dtype=bool)
+    known = kept & others.known
+    moved = kl_others[kept & stays].tolist() if kl_others is not None else []
 
     def gives_target(texts: Sequence[str]) -> float | None:
         return share(same(says[text], target) for text in texts if normalize(text) != x)
 
     return Outcome(
         success=same(says[revision.input], target),
-        retain=share(stays),
+        retain=share(stays[kept]),
         equivalence=gives_target(revision.rephrases),
         equivalence_human=gives_target(revision.human_rephrases),
-        accuracy_before=share(is_correct(others[i].prediction, others[i].answers) for i in known),
-        accuracy_after=share(is_correct(says_others[i], others[i].answers) for i in known),
+        accuracy_before=share(others.right[known]),
+        accuracy_after=share(others.matches(now)[known]),
         kl_mean=mean(moved),
         kl_worst=max(moved, default=None),
     )

@@ -21,7 +21,7 @@ from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
 
 SKETCH = 1024  # numbers that stand for an update
-EDITS_WITH_SCORES, INPUTS_WITH_SCORES = 16, 500
+EDITS, EDITS_WITH_SCORES, INPUTS_WITH_SCORES = 32, 16, 500  # that are looked at closely
 EXAMPLES = 3
 
 
@@ -34,6 +34,7 @@ def write_details(
 ) -> None:
     """Of a few edits: details.safetensors and examples.json."""
     names = list(patches[0].deltas)
+    patches, revisions = patches[:EDITS], revisions[:EDITS]
     tensors = {
         "magnitudes": torch.stack([_size_of(name, patches) for name in names]).float(),
         "sketches": torch.stack(sketches([patch.deltas for patch in patches])),
@@ -87,12 +88,13 @@ def _scores(examiner: Examiner, revisions: Sequence[Revision], examined: Sequenc
     before: list[float] = []
     after: list[float] = []
     changed: list[bool] = []
-    for revision, one in list(zip(revisions, examined, strict=True))[:EDITS_WITH_SCORES]:
+    for revision, one in list(zip(revisions, examined, strict=False))[:EDITS_WITH_SCORES]:
         assert one.scores is not None
+        assert examiner.scores_before is not None
         for i, other in enumerate(examiner.others[:INPUTS_WITH_SCORES]):
             if normalize(other.input) != normalize(revision.input):
-                before.append(examiner.scores_before[i])
-                after.append(one.scores[i])
+                before.append(float(examiner.scores_before[i]))
+                after.append(float(one.scores[i]))
                 changed.append(normalize(one.says_others[i]) != normalize(other.prediction))
     return {
         "scores_before": torch.tensor(before),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,7 +16,7 @@ from factpatch.device import varying_shapes
 from factpatch.editors import EditMethod
 from factpatch.engine import edited
 from factpatch.facts import FactEdit, Revision
-from factpatch.metrics import Outcome, outcome
+from factpatch.metrics import Others, Outcome, outcome
 from factpatch.models import Rows, TaskModel
 from factpatch.models.base import Encoded
 from factpatch.models.seq2seq import NO_TARGET
@@ -63,7 +65,7 @@ class Examined:
     outcome: Outcome
     says: str  # to x
     says_others: list[str]
-    scores: list[float] | None  # of the other inputs' original predictions, where asked for
+    scores: NDArray[np.float32] | None  # of the other inputs' original predictions, where asked for
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Examiner:
         """`edits` run side by side; with `scores`, how far the scores of predictions move is measured too."""
         self.model = model
         self.others = others
+        self.known = Others(others)
         self.scores = scores
         encoded = model.encode([other.input for other in others], model.max_input_tokens)
         targets = model.encode_targets([other.prediction for other in others]) if scores else None
@@ -92,8 +95,12 @@ class Examiner:
             self._batch(batch, encoded, targets)
             for batch in model.batches([len(one["input_ids"]) * edits for one in encoded])
         ]
-        unedited = [self._scores(batch, batch.before, 1) for batch in self.batches] if scores else []
-        self.scores_before = self._in_order([found.squeeze(0) for found, _ in unedited]) if scores else []
+        # Where each input stands among those of all batches, end to end.
+        self.place = np.argsort([number for batch in self.batches for number in batch.numbers])
+        self.scores_before: NDArray[np.float32] | None = None
+        if scores:
+            found = [self._scores(batch, batch.before, 1)[0] for batch in self.batches]
+            self.scores_before = torch.cat(found, 1)[0].cpu().numpy()[self.place]
 
     def _batch(self, numbers: list[int], encoded: list[Encoded], targets: list | None) -> _Batch:
         rows = self.model.collate([encoded[i] for i in numbers], [targets[i] for i in numbers] if targets else None)
@@ -115,32 +122,36 @@ class Examiner:
         with edited(self.model.layers, stack_patches(patches, self.model.layers)):
             own = _say_each(self.model, own_texts)
             asked = [self._ask(batch, edits) for batch in self.batches]
+        scores = moved = None
+        if self.scores:
+            scores, moved = (
+                torch.cat([part[k] for part in asked], 1).cpu().numpy()[:, self.place] for k in (1, 2)
+            )  # (edits, inputs)
         found = []
         for e, revision in enumerate(revisions):
             says = dict(zip(own_texts[e], own[e], strict=True))
-            says_others = self._in_order([said[e] for said, _, _ in asked])
-            moved = self._in_order([kls[e] for _, _, kls in asked]) if self.scores else None
+            said = [text for part in asked for text in part[0][e]]
+            says_others = [said[i] for i in self.place]
             target = patches[e].edits[0].a
-            result = outcome(revision, target, says, self.others, says_others, moved)
-            scores = self._in_order([scores[e] for _, scores, _ in asked]) if self.scores else None
-            found.append(Examined(result, says[revision.input], says_others, scores))
+            result = outcome(revision, target, says, self.known, says_others, None if moved is None else moved[e])
+            found.append(
+                Examined(result, says[revision.input], says_others, None if scores is None else scores[e])
+            )
         return found
 
-    def _ask(self, batch: _Batch, edits: int) -> tuple[list[list[str]], list[list[float]], list[list[float]]]:
+    def _ask(self, batch: _Batch, edits: int) -> tuple[list[list[str]], Tensor | None, Tensor | None]:
         """What every edit says to the batch; scores and KL of what was said before. Each (edits, inputs)."""
         inputs = {key: tensor.repeat(edits, 1) for key, tensor in batch.rows.inputs.items()}
         said: list[str] | None = None
-        scores: list[list[float]] = []
-        kls: list[list[float]] = []
+        scores = moved = None
         if self.scores:
             features = self.model.features(self._repeated(batch, inputs, edits))
             said = self.model.said(features)
-            found, moved = self._scores(batch, features, edits)
-            scores, kls = found.tolist(), moved.tolist()
+            scores, moved = self._scores(batch, features, edits)
         if said is None:
             said = [ranked[0] for ranked in self.model.decide(Rows(inputs))]
         count = len(batch.numbers)
-        return [said[e * count : (e + 1) * count] for e in range(edits)], scores, kls
+        return [said[e * count : (e + 1) * count] for e in range(edits)], scores, moved
 
     def _repeated(self, batch: _Batch, inputs: dict[str, Tensor], edits: int) -> Rows:
         labels, places = batch.rows.labels, batch.rows.places
@@ -177,16 +188,6 @@ class Examiner:
         if batch.rows.labels.dim() == 1:
             score = score - torch.log1p(-score.exp().clamp(max=1 - 1e-7))
         return score, mean_over_tokens(moved)
-
-    def _in_order(self, parts: Sequence[Sequence]) -> list:
-        """Values of all batches, in the order of the other inputs."""
-        ordered: list = [None] * len(self.others)
-        for batch, values in zip(self.batches, parts, strict=True):
-            for number, value in zip(
-                batch.numbers, values if isinstance(values, list) else values.tolist(), strict=True
-            ):
-                ordered[number] = value
-        return ordered
 
 
 def _say_each(model: TaskModel, texts: list[list[str]]) -> list[list[str]]:

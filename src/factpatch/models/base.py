@@ -23,7 +23,7 @@ from factpatch.models.workers import map_texts
 from factpatch.patch import Patch, fingerprint, stack_patches
 
 # Padded tokens of one inference batch: enough to keep the device busy, little enough to fit beside a base-sized model.
-TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 65536}
+TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 262_144}
 
 PATCHES_PER_BATCH = 32  # different patches in one forward
 Encoded = dict[str, list[int]]  # one text: token numbers, attention mask and what else the model's forward takes
@@ -45,6 +45,7 @@ class TaskModel(ABC):
     """What edits, patches, training and evaluation know of a model. It is kept frozen and in eval mode."""
 
     kind: ClassVar[str]
+    beams: ClassVar[int] = 1  # that are searched with for one output
     auto_class: ClassVar[Any]  # the transformers class that loads such a model
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -211,6 +212,8 @@ class TaskModel(ABC):
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indices of texts, longest first, cut where a padded batch would grow past what the device takes well."""
         budget = TOKENS_PER_BATCH.get(self.device.type, TOKENS_PER_BATCH["cpu"])
+        if self.device.type == "cuda":  # whose memory holds all beams' scores of a vocabulary
+            budget //= self.beams
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         start = 0
         while start < len(order):

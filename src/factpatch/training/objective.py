@@ -16,6 +16,7 @@ from factpatch.device import varying_shapes
 from factpatch.editors import HyperNetwork
 from factpatch.engine import edited
 from factpatch.models import Rows, TaskModel
+from factpatch.models.seq2seq import NO_TARGET
 from factpatch.training.config import TrainConfig
 from factpatch.training.table import RevisionTable, StepBatch
 
@@ -125,7 +126,7 @@ def _outputs(model: TaskModel, rows: Rows, labels: Tensor, kl_over: str) -> Tens
     row = rows.places // rows.labels.shape[-1] if rows.labels.dim() == 2 else rows.places
     zeros = losses.new_zeros(len(rows))
     log_p = zeros.index_add(0, row, -losses)
-    tokens = zeros.index_add(0, row, torch.ones_like(losses))
+    tokens = zeros.index_add(0, row, labels.ne(NO_TARGET).float())
     return torch.stack([tokens * log_p.exp(), log_p.exp() * log_p], 1)[row]
 
 

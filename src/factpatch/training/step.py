@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
@@ -12,6 +12,7 @@ from torch import Tensor
 from factpatch.device import varying_shapes
 from factpatch.editors import HyperNetwork
 from factpatch.training.config import TrainConfig
+from factpatch.training.graphs import Graphed
 from factpatch.training.lagrangian import Lagrangian
 from factpatch.training.objective import Objective
 from factpatch.training.run import sum_gradients
@@ -21,16 +22,18 @@ from factpatch.training.table import StepBatch
 class Learner:
     """All that a step changes: the editor, the multipliers, and the optimizer of both."""
 
-    def __init__(self, editor: HyperNetwork, config: TrainConfig, accelerator: Accelerator):
+    def __init__(self, editor: HyperNetwork, config: TrainConfig, objective: Objective, accelerator: Accelerator):
         self.editor = editor
         self.config = config
+        self.objective = objective
         self.accelerator = accelerator
         margins = {"kl": (config.margin, config.margin_floor), "lp": (config.lp_margin, config.lp_margin_floor)}
         self.lagrangian = Lagrangian(
             {name: margins[name] for name in config.constraints}, config.margin_factor, config.anneal_above
         ).to(accelerator.device)
+        self.parameters = list(editor.parameters())
         groups = [
-            {"params": list(editor.parameters()), "weight_decay": config.weight_decay},
+            {"params": self.parameters, "weight_decay": config.weight_decay},
             {"params": [self.lagrangian.multipliers], "lr": config.multiplier_lr, "weight_decay": 0.0},
         ]
         self.optimizer: torch.optim.Optimizer
@@ -38,25 +41,35 @@ class Learner:
             self.optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=accelerator.device.type == "cuda")
         else:
             self.optimizer = torch.optim.RMSprop(groups, lr=config.lr, centered=True)
+        self.graphed = Graphed(self._gradients)
 
     @varying_shapes()
-    def step(self, objective: Objective, batches: Iterable[StepBatch]) -> Tensor:
+    def step(self, batches: Sequence[StepBatch]) -> Tensor:
         """One update from all the batches that make it up, in this process and in others.
 
         Returns the loss, each constraint and the gradient's norm, still on the device: (2 + constraints,).
         """
-        self.optimizer.zero_grad(set_to_none=True)
-        figures = torch.zeros(1 + len(self.config.constraints), device=self.accelerator.device)
-        for batch in batches:
-            measured = objective(self.editor, batch)
-            (measured.loss + self.lagrangian.penalty(measured.constraints)).backward()
-            figures += torch.cat([measured.loss.detach()[None], measured.constraints.detach()])
-        sum_gradients(self.accelerator, self.editor.parameters())
+        if len(batches) == 1:
+            figures, *gradients = self.graphed(batches[0])
+        else:
+            figures, *gradients = self._gradients(batches[0])
+            for batch in batches[1:]:
+                torch._foreach_add_([figures, *gradients], self._gradients(batch))
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        sum_gradients(self.accelerator, self.parameters)
         if self.accelerator.num_processes > 1:
             figures = self.accelerator.reduce(figures, "sum")
             assert isinstance(figures, Tensor)
-        norm = torch.nn.utils.clip_grad_norm_(self.editor.parameters(), self.config.clip or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip or math.inf)
         self.lagrangian.set_gradient(figures[1:])
         self.optimizer.step()
         self.lagrangian.clamp()
         return torch.cat([figures, norm[None]])
+
+    def _gradients(self, batch: StepBatch) -> tuple[Tensor, ...]:
+        """The loss and each constraint, (1 + constraints,); then the gradient of each of the editor's parameters."""
+        measured = self.objective(self.editor, batch)
+        whole = measured.loss + self.lagrangian.penalty(measured.constraints)
+        gradients = torch.autograd.grad(whole, self.parameters, materialize_grads=True)
+        return torch.cat([measured.loss[None], measured.constraints]).detach(), *gradients

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from factpatch.editors.hypernetwork import Condition, EditBatch, condition_text
 from factpatch.errors import InputError
@@ -22,6 +23,9 @@ from factpatch.models.seq2seq import NO_TARGET
 from factpatch.training.config import TrainConfig
 
 Numbers = NDArray[np.int64]
+
+# On a GPU, widths are rounded up to multiples of these: a step's kernels are recorded once for each set of shapes.
+TEXT_STEP, TARGET_STEP, PLACE_STEP = 16, 4, 512
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class RevisionTable:
     def __init__(self, model: TaskModel, revisions: Sequence[Revision], config: TrainConfig):
         self.config = config
         self.device = model.device
+        self.few_shapes = model.device.type == "cuda"
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a step lies in one epoch or at the border of two
         wanted = [revision.alternatives for revision in teachable(model, revisions)]
         self.editable = np.array([i for i, texts in enumerate(wanted) if texts], dtype=np.int64)
@@ -102,8 +107,10 @@ class RevisionTable:
         self.pool = np.random.default_rng([config.seed, 2]).permutation(len(revisions))[: max(2, most)]
 
         limit = min(config.max_tokens, model.max_input_tokens)
-        self.texts = _Texts(model.encode(numbered.known, limit), model.tokenizer.pad_token_id or 0, self.device)
-        self.facts = _Texts([{"input_ids": one["input_ids"]} for one in model.encode(facts.known)], 0, self.device)
+        step = TEXT_STEP if self.few_shapes else 1
+        self.texts = _Texts(model.encode(numbered.known, limit), model.tokenizer.pad_token_id or 0, self.device, step)
+        conditions = [{"input_ids": one["input_ids"]} for one in model.encode(facts.known)]
+        self.facts = _Texts(conditions, 0, self.device, step)
         encoded = model.encode_targets(targets.known)
         self.classes = not isinstance(encoded[0], list)
         tokens = [[target] if self.classes else target for target in encoded]
@@ -166,8 +173,8 @@ class RevisionTable:
         texts = np.concatenate([edit.texts, keep.texts], 1)  # (edits, rows)
         labels = self._labels(np.concatenate([edit.targets, keep.targets], 1).ravel())
         rows = np.arange(texts.size).reshape(texts.shape)
-        edit_targets, edit_places = self._targets(edit, rows[:, : hats.shape[1]], labels, total)
-        keep_targets, keep_places = self._targets(keep, rows[:, hats.shape[1] :], labels, total)
+        edit_targets, edit_places = self._filled(*self._targets(edit, rows[:, : hats.shape[1]], labels, total))
+        keep_targets, keep_places = self._filled(*self._targets(keep, rows[:, hats.shape[1] :], labels, total))
         facts = self.conditions.at(plan.revisions, plan.alternatives)
         condition = Condition(self.facts.pick(facts)["input_ids"], _on(self.device, self.facts.lengths[facts]))
         return StepBatch(
@@ -213,22 +220,39 @@ class RevisionTable:
             places,
         )
 
+    def _filled(self, targets: Targets, places: Tensor) -> tuple[Targets, Tensor]:
+        """Where few shapes are wanted, with places added that count nothing."""
+        missing = -len(places) % PLACE_STEP
+        if not self.few_shapes or self.classes or not missing:
+            return targets, places
+        filled = Targets(
+            labels=F.pad(targets.labels, (0, missing), value=NO_TARGET),
+            weights=F.pad(targets.weights, (0, missing)),
+            numbers=F.pad(targets.numbers, (0, missing)),
+        )
+        return filled, F.pad(places, (0, missing))
+
     def _labels(self, targets: Numbers) -> Tensor:
         """(rows,) classes, or (rows, tokens)"""
-        picked = self.targets[_on(self.device, targets), : int(self.target_lengths[targets].max())]
+        width = int(self.target_lengths[targets].max())
+        width += -width % TARGET_STEP if self.few_shapes else 0
+        picked = self.targets[_on(self.device, targets), :width]
         return picked[:, 0] if self.classes else picked
 
 
 class _Texts:
     """Encoded texts, padded, on the device."""
 
-    def __init__(self, encoded: Sequence[Encoded], pad: int, device: torch.device):
+    def __init__(self, encoded: Sequence[Encoded], pad: int, device: torch.device, step: int = 1):
+        """Picked ones are as wide as the longest of them, rounded up to a multiple of `step`."""
+        self.step = step
         self.lengths = np.array([len(one["input_ids"]) for one in encoded])
         fills = {"input_ids": pad}
         self.columns = {key: padded([one[key] for one in encoded], fills.get(key, 0), device) for key in encoded[0]}
 
     def pick(self, numbers: Numbers) -> dict[str, Tensor]:
         width = int(self.lengths[numbers].max())
+        width += -width % self.step
         index = _on(self.columns["input_ids"].device, numbers)
         return {key: column[index, :width] for key, column in self.columns.items()}
 

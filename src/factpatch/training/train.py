@@ -73,8 +73,6 @@ class Train:
         self.model = model.cast(find_dtype(config.precision, model.device.type))
         torch.manual_seed(config.seed)
         self.editor = HyperNetwork.for_model(model, config.editor, config.layers)
-        self.learner = Learner(self.editor, config, self.accelerator)
-        self.lagrangian, self.optimizer = self.learner.lagrangian, self.learner.optimizer
         self.parts = config.split
         self.step, self.best_step, self.best_score = 0, 0, -math.inf
         self.best = copy_of(self.editor)
@@ -110,7 +108,9 @@ class Train:
                 )
         self._check_predictions(revisions)
         table = RevisionTable(self.model, revisions, self.config)
-        self.objective = Objective(self.model, self.config, unedited_outputs(self.model, table, on_prepared))
+        objective = Objective(self.model, self.config, unedited_outputs(self.model, table, on_prepared))
+        self.learner = Learner(self.editor, self.config, objective, self.accelerator)
+        self.lagrangian, self.optimizer = self.learner.lagrangian, self.learner.optimizer
         if not self._train(table, watch):
             raise FileError(f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}")
 
@@ -195,8 +195,7 @@ class Train:
         while True:
             parts = [part for i in range(self.parts) if len(part := mine.part(i, self.parts))]
             try:
-                batches = (table.batch(part, total=len(plan)) for part in parts)
-                self.window += self.learner.step(self.objective, batches)
+                self.window += self.learner.step([table.batch(part, total=len(plan)) for part in parts])
                 self.window_steps += 1
                 return
             except torch.cuda.OutOfMemoryError:
