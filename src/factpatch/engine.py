@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factpatch.deltas import Delta
+from factpatch.deltas import Delta, LowRank
 from factpatch.errors import ModelError
 
 
@@ -81,8 +81,11 @@ def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iter
     def run_under(name: str, delta: Delta) -> Callable[..., Tensor]:
         edits = next(iter(delta.tensors.values())).shape[0]
 
-        def hook(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
             _check_rows_first(name, args[0], args[0].shape[0] % edits == 0)
+            if isinstance(delta, LowRank) and torch.is_grad_enabled() and not layer.weight.requires_grad:
+                A, B = delta.A.to(output.dtype), delta.B.to(output.dtype)
+                return _EditedLinear.apply(args[0], A, B, output.detach(), layer)
             x = args[0].reshape(edits, -1, args[0].shape[-1])  # (edits, rows·tokens, in)
             y = output.reshape(edits, -1, output.shape[-1])  # (edits, rows·tokens, out)
             return delta.add_rows(y, x).reshape(output.shape)
@@ -93,6 +96,43 @@ def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iter
         for name, delta in deltas.items():
             stack.callback(layers[name].register_forward_hook(run_under(name, delta)).remove)
         yield
+
+
+class _EditedLinear(torch.autograd.Function):
+    """y = W x + (x Aᵀ) B of a frozen layer, given W x.
+
+    What autograd would do by itself, without its copies: the sum is written over W x, and going back the factors' part
+    of x's gradient is added to Wᵀ's by the product that makes it. On a GPU, passes over memory are what counts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, A: Tensor, B: Tensor, output: Tensor, layer: nn.Module) -> Tensor:
+        left = _per_edit(x, A) @ A.mT  # (edits, rows·tokens, rank)
+        _per_edit(output, A).baddbmm_(left, B)
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(x, A, B, left)
+        ctx.layer = layer
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, A, B, left = ctx.saved_tensors
+        g = gradients[0]
+        per_edit = _per_edit(g, A)
+        g_left = per_edit @ B.mT
+        g_x: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            weight = ctx.layer.weight if isinstance(ctx.layer, nn.Linear) else ctx.layer.weight.T  # or a Conv1D's
+            g_x = g @ weight
+            _per_edit(g_x, A).baddbmm_(g_left, A)
+        g_A = g_left.mT @ _per_edit(x, A) if ctx.needs_input_grad[1] else None
+        g_B = left.mT @ per_edit if ctx.needs_input_grad[2] else None
+        return g_x, g_A, g_B, None, None
+
+
+def _per_edit(x: Tensor, stack: Tensor) -> Tensor:
+    """(edits, rows·tokens, width)"""
+    return x.reshape(len(stack), -1, x.shape[-1])
 
 
 def _check_rows_first(name: str, x: Tensor, holds: bool) -> None:

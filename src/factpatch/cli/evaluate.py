@@ -83,10 +83,14 @@ def evaluate(
         task_model.model.to(PartialState(cpu=find_device(device).type == "cpu").device)
         task_model.cast(find_dtype(precision, device))
         sample, others = sampled(task_model, revisions, edits, retain, seed)
-        to_choose_on = list(read_revisions(valid, bad.append if skip_bad else None)) if valid else None
-    chosen, tried = _method(
-        task_model, method, editor, layers, bound, select, loop, sample, revisions, to_choose_on, seed
-    )
+        edited = {revision.id for revision in sample}
+        left = [revision for revision in revisions if revision.id not in edited]
+        to_choose_on = list(read_revisions(valid, bad.append if skip_bad else None)) if valid else left
+    tried: list[dict[str, Any]] = []
+    if select:
+        chosen, tried = _selected(task_model, method, layers, to_choose_on, seed)
+    else:
+        chosen = _method(task_model, method, editor, layers, bound, loop)
     settings: dict[str, Any] = {
         "method": method,
         "layers": getattr(chosen, "layers", "all"),
@@ -124,35 +128,26 @@ def _check_options(method: str, editor: str | None, layers: str, bound: float | 
 
 
 def _method(
-    model: TaskModel,
-    method: str,
-    editor: str | None,
-    layers: str,
-    bound: float | None,
-    select: bool,
-    loop: int,
-    sample: list[Revision],
-    revisions: list[Revision],
-    to_choose_on: list[Revision] | None,
-    seed: int,
-) -> tuple[EditMethod, list[dict[str, Any]]]:
-    """The method asked for, and what was tried to choose it."""
-    from factpatch.editors import BOUNDS, FineTune, GradientStep, Looped, load_editor
-    from factpatch.evaluation import sampled
-    from factpatch.evaluation import select as choose
-    from factpatch.models.layers import block_names
+    model: TaskModel, method: str, editor: str | None, layers: str, bound: float | None, loop: int
+) -> EditMethod:
+    from factpatch.editors import FineTune, GradientStep, Looped, load_editor
 
     if method == "hyper":
-        return Looped(load_editor(str(editor), model.device), loop), []
-    if method == "gradient":
-        return GradientStep(layers), []
-    if not select:
-        return FineTune(layers, bound), []
-    edited = {revision.id for revision in sample}
-    left = to_choose_on or [revision for revision in revisions if revision.id not in edited]
-    if len(left) < 2:
+        return Looped(load_editor(str(editor), model.device), loop)
+    return GradientStep(layers) if method == "gradient" else FineTune(layers, bound)
+
+
+def _selected(
+    model: TaskModel, method: str, layers: str, revisions: list[Revision], seed: int
+) -> tuple[EditMethod, list[dict[str, Any]]]:
+    """The baseline with the block and the bound that do best, and all that was tried."""
+    from factpatch.editors import BOUNDS
+    from factpatch.evaluation import sampled, select
+    from factpatch.models.layers import block_names
+
+    if len(revisions) < 2:
         raise InputError("nothing is left to choose on: all revisions are edited; lower --edits, or give --valid")
-    edits, others = sampled(model, left, None, None, seed)
+    edits, others = sampled(model, revisions, None, None, seed)
     total = (len(block_names(model.layers)) if layers == "block" else 1) * (len(BOUNDS) if method == "zhu" else 1)
     with progress_bar("choosing", total) as bar:
-        return choose(model, layers, method == "zhu", edits, others, lambda n: bar.advance(bar.task_ids[0], n))
+        return select(model, layers, method == "zhu", edits, others, lambda n: bar.advance(bar.task_ids[0], n))

@@ -21,9 +21,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from factpatch import world
-from factpatch.deltas import Delta, LowRank, add
+from factpatch.deltas import Delta, LowRank, add, aligned
 from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, same
@@ -124,9 +125,10 @@ class HyperNetwork(nn.Module):
         deltas: dict[str, Delta] = {}
         for key, group in self.groups.items():
             gates = group(h)
-            for i, name in enumerate(self.weights_of[key]):
-                if name in traces:
-                    deltas[name] = gates.factors(i, traces[name], self.config.gradients)
+            for chosen in _alike(self.weights_of[key], traces):
+                names = [self.weights_of[key][i] for i in chosen]
+                factors = gates.factors(chosen, [traces[name] for name in names], self.config.gradients)
+                deltas |= zip(names, factors, strict=True)
         return deltas
 
     def batch(self, model: TaskModel, edits: Sequence[FactEdit]) -> EditBatch:
@@ -299,13 +301,32 @@ class Gates:
     bias_out: Tensor  # s·r'  (weights, edits, out)
     bias_in: Tensor  # a'    (weights, edits, in)
 
-    def factors(self, i: int, trace: Trace, gradients: bool) -> LowRank:
-        """A = [X ⊙ a ; a'] and B = s · [D ⊙ r ; r'] of the i-th weight, in the model's precision."""
-        vectors = (self.gradient_in, self.gradient_out, self.bias_in, self.bias_out)
-        a, r, a_bias, r_bias = (v[i].unsqueeze(1).to(trace.X.dtype) for v in vectors)  # (edits, 1, in or out)
-        if not gradients:
-            return LowRank(a_bias, r_bias)
-        return LowRank(torch.cat([trace.X * a, a_bias], 1), torch.cat([trace.D * r, r_bias], 1))
+    def factors(self, chosen: list[int], traces: Sequence[Trace], gradients: bool) -> list[LowRank]:
+        """A = [X ⊙ a ; a'] and B = s · [D ⊙ r ; r'] of some weights, in the model's precision. Traces have one shape."""
+        vectors = (self.gradient_in, self.bias_in, self.gradient_out, self.bias_out)
+        every = len(chosen) == len(self.bias_in)
+        a, a_bias, r, r_bias = (
+            (v if every else v[chosen]).unsqueeze(2).to(traces[0].X.dtype) for v in vectors
+        )  # (weights, edits, 1, in or out)
+        if gradients:
+            a_bias = _with_tokens(torch.stack([trace.X for trace in traces]) * a, a_bias)
+            r_bias = _with_tokens(torch.stack([trace.D for trace in traces]) * r, r_bias)
+        return [LowRank(A, B) for A, B in zip(a_bias.unbind(0), r_bias.unbind(0), strict=True)]
+
+
+def _with_tokens(tokens: Tensor, last: Tensor) -> Tensor:
+    """Rows of the tokens, then the last; zeros between them where that makes a better number of rows."""
+    rank = tokens.shape[2] + 1
+    return torch.cat([tokens, F.pad(last, (0, 0, aligned(rank, last) - rank, 0))], dim=2)
+
+
+def _alike(names: Sequence[str], traces: Mapping[str, Trace]) -> list[list[int]]:
+    """Numbers of the weights that were traced; those that saw as many tokens together."""
+    alike: dict[torch.Size, list[int]] = {}
+    for i, name in enumerate(names):
+        if name in traces:
+            alike.setdefault(traces[name].X.shape, []).append(i)
+    return list(alike.values())
 
 
 class WeightGroup(nn.Module):

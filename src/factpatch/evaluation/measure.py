@@ -134,9 +134,7 @@ class Examiner:
             says_others = [said[i] for i in self.place]
             target = patches[e].edits[0].a
             result = outcome(revision, target, says, self.known, says_others, None if moved is None else moved[e])
-            found.append(
-                Examined(result, says[revision.input], says_others, None if scores is None else scores[e])
-            )
+            found.append(Examined(result, says[revision.input], says_others, None if scores is None else scores[e]))
         return found
 
     def _ask(self, batch: _Batch, edits: int) -> tuple[list[list[str]], Tensor | None, Tensor | None]:

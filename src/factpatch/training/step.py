@@ -41,6 +41,8 @@ class Learner:
             self.optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=accelerator.device.type == "cuda")
         else:
             self.optimizer = torch.optim.RMSprop(groups, lr=config.lr, centered=True)
+        if accelerator.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")  # of the editor's own products
         self.graphed = Graphed(self._gradients)
 
     @varying_shapes()

@@ -153,8 +153,6 @@ class Train:
     def _train(self, table: RevisionTable, watch: Callable[[Status], object]) -> bool:
         """False where it was asked to stop before the end."""
         config = self.config
-        if self.accelerator.device.type == "cuda":
-            torch.set_float32_matmul_precision("high")
         self._start_window()
         self.clock = Clock(config.steps, config.minutes, self._take_up() if self.resume else 0.0)
         if config.tracker:
