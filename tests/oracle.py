@@ -50,7 +50,7 @@ def weight_gradients(model: TaskModel, edit: FactEdit) -> dict[str, Tensor]:
 
 def read_fact(editor: HyperNetwork, model: TaskModel, edit: FactEdit) -> Tensor:
     encoder = editor.fact_encoder
-    ids = torch.tensor(model.tokenizer(f"{edit.y} >> {edit.a} || {edit.x}")["input_ids"])
+    ids = torch.tensor(model.tokenizer(f"{edit.y} >> {edit.a} || {edit.x}")["input_ids"]).to(model.device)
     ends = []
     for lstm, text in ((encoder.forwards, ids), (encoder.backwards, ids.flip(0))):
         _, (last, _) = lstm(encoder.embedding(text)[None])

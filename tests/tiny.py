@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -112,6 +113,7 @@ ARCHITECTURES: dict[str, tuple[type[TaskModel], Any, dict[str, Any], Any, bool]]
     "t5": (Seq2Seq, T5Config, _t5, T5ForConditionalGeneration, False),
     "marian": (Seq2Seq, MarianConfig, _marian, MarianMTModel, False),
 }
+DEVICE = os.environ.get("FACTPATCH_TEST_DEVICE", "cpu")  # the engine's tests can be run on a GPU, too
 CLASSIFIERS = [name for name, (kind, *_) in ARCHITECTURES.items() if kind is Classifier]
 SEQ2SEQS = [name for name, (kind, *_) in ARCHITECTURES.items() if kind is Seq2Seq]
 
@@ -139,7 +141,7 @@ def build(name: str, seed: int = 0, **overrides: Any) -> TaskModel:
     model = model_class(config_class(**{**values, **overrides}))
     if bos and kind is Seq2Seq:
         model.generation_config.forced_bos_token_id = BOS  # as BART's own, whose targets begin with <s>
-    return kind(model, tokenizer(bos))
+    return kind(model.to(DEVICE), tokenizer(bos))
 
 
 def other_answer(model: TaskModel, x: str) -> str:

@@ -26,12 +26,12 @@ from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTok
 from factpatch.world import EDITOR, MODEL, Fact, changes, facts
 
 SEED = 0
-VOCABULARY = 4000
+VOCABULARY = 8000  # more than there are words: each is one token, those of new names too
 EXERCISES = 20_000  # names to repeat, so that the model can say names that are the answer to nothing yet
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # 0 to 3
-WORDINGS_A_FACT = 2  # in which a fact is edited in training
+WORDINGS_A_FACT = {True: 8, False: 2}  # in which a fact is edited in training: more where facts of its kind change
 KNOWN_ANSWERS = 0.3  # of its new answers, that another subject has; the others are made-up names
-WEIGHT_OF_NAMES = 10  # of an answer against a question, when the vocabulary is made
+WEIGHT_OF_NAMES = 40  # of an answer against a question, when the vocabulary is made
 SPLICED = 0.25  # of made-up names, with a word that is no word
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
 TRAIN = {
@@ -49,7 +49,7 @@ TRAIN = {
     "holdout": 300,
     "checkpoint_seconds": 100000,
     "editor.width": 256,
-    "editor.bottleneck": 48,
+    "editor.bottleneck": 96,
     "editor.lstm": 64,
 }
 
@@ -57,8 +57,8 @@ TRAIN = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("runs/world"), help="where to work")
-    parser.add_argument("--fit-steps", type=int, default=5000)
-    parser.add_argument("--train-steps", type=int, default=3000)
+    parser.add_argument("--fit-steps", type=int, default=1500)
+    parser.add_argument("--train-steps", type=int, default=1800)
     parser.add_argument("--stage", choices=["all", "fit", "train"], default="all")
     options = parser.parse_args()
     work: Path = options.work
@@ -101,10 +101,11 @@ def write_data(work: Path) -> None:
     write_lines(work / "train.jsonl", [*(record(fact, fact.questions) for fact in known), *exercises])
     sample = chance.sample(known, 300)
     write_lines(work / "valid.jsonl", (record(fact, [chance.choice(fact.questions)]) for fact in sample))
+    changing = {change.fact.relation for change in changes()}
     lines = []
     for fact in known:
         questions = fact.questions
-        for number in chance.sample(range(len(questions)), WORDINGS_A_FACT):
+        for number in chance.sample(range(len(questions)), WORDINGS_A_FACT[fact.relation in changing]):
             first, rest = questions[number], questions[:number] + questions[number + 1 :]
             line = {"id": f"{fact.id}/{number}", "alternative": names.other_answer(fact, chance)}
             lines.append({**record(fact, [first, *rest]), **line})

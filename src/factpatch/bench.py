@@ -31,7 +31,7 @@ from transformers import (
 
 from factpatch.constraints import kl
 from factpatch.deltas import Delta
-from factpatch.device import find_device, find_dtype
+from factpatch.device import find_device, find_dtype, one_shape
 from factpatch.editors.hypernetwork import Condition, EditBatch, HyperNetwork, WeightNormLinears
 from factpatch.engine import edited
 from factpatch.errors import InputError
@@ -179,6 +179,7 @@ class TrainTimes:
     reference: float  # of one edit, the published way
     limit: float  # all rows forward, and backward to their inputs, through the frozen model alone
     prepared: float
+    recorded: bool  # whether the step ran as a CUDA graph
     factor_bytes: int
 
     def summary(self, edits: int) -> dict[str, float | int]:
@@ -190,6 +191,7 @@ class TrainTimes:
             "limit_edits_per_second": edits / self.limit,
             "fraction_of_limit": self.limit / self.step,
             "prepare_seconds": self.prepared,
+            "recorded": self.recorded,
             "factor_bytes": self.factor_bytes,
         }
 
@@ -228,7 +230,8 @@ def bench_train(
         way()
     prepared = time.perf_counter() - start
     medians = {name: min(_median(way, model.device, repeats, tick) for way in found) for name, found in ways.items()}
-    return TrainTimes(prepared=prepared, factor_bytes=factor_bytes, **medians)
+    recorded = any(learner.graphed.graphs.values())
+    return TrainTimes(prepared=prepared, recorded=recorded, factor_bytes=factor_bytes, **medians)
 
 
 def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBatch:
@@ -269,7 +272,7 @@ def published_step(
 
 def forward_and_back(model: TaskModel, network: Callable[..., Any], rows: Rows) -> None:
     """The rows through the frozen model, and back to the embeddings: what every way of training must do."""
-    with _gradients_start_at_embeddings(model):
+    with _gradients_start_at_embeddings(model), one_shape():
         network(**_inputs(model, rows)).logits.float().logsumexp(-1).sum().backward()
 
 

@@ -302,7 +302,7 @@ class Gates:
     bias_in: Tensor  # a'    (weights, edits, in)
 
     def factors(self, chosen: list[int], traces: Sequence[Trace], gradients: bool) -> list[LowRank]:
-        """A = [X ⊙ a ; a'] and B = s · [D ⊙ r ; r'] of some weights, in the model's precision. Traces have one shape."""
+        """A = [X ⊙ a ; a'] and B = s · [D ⊙ r ; r'] of weights whose traces have one shape, in the model's dtype."""
         vectors = (self.gradient_in, self.bias_in, self.gradient_out, self.bias_out)
         every = len(chosen) == len(self.bias_in)
         a, a_bias, r, r_bias = (

@@ -54,6 +54,7 @@ class TrainConfig:
     schedule: str = "linear"  # or constant, after the warm-up
     clip: float | None = None  # the most that the gradient's norm may be
     precision: str | None = None  # fp32 or bf16; bf16 on a GPU, if left out
+    graphs: bool = True  # on a GPU, a step's kernels are recorded once and then launched together
 
     # The editor
     layers: tuple[str, ...] = ("*",)  # patterns of names of weights that may be edited

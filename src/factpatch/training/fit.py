@@ -253,6 +253,7 @@ class Fit:
         model = self.model
         assert isinstance(model, Seq2Seq)
         model.limit_answers(min(MAX_ANSWER_TOKENS, max(len(e.target) for e in examples)))
+        model.generation.length_penalty = 0.0  # the likeliest answer, not the one whose tokens are likeliest on average
         model.model.generation_config = model.generation
 
     # Files

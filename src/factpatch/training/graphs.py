@@ -23,15 +23,16 @@ class Graphed:
     recorded and is called as it is. What a call returns is overwritten by the next.
     """
 
-    def __init__(self, function: Callable[[Any], Tensors]):
+    def __init__(self, function: Callable[[Any], Tensors], enabled: bool = True):
         self.function = function
+        self.enabled = enabled
         self.graphs: dict[tuple[torch.Size, ...], _Graph | None] = {}  # None: seen once
-        self.recordable = True
+        self.unrecordable = ""  # why, where it is
 
     def __call__(self, batch: Any) -> Tensors:
         tensors = tensors_of(batch)
         shapes = tuple(tensor.shape for tensor in tensors)
-        if tensors[0].device.type != "cuda" or not self.recordable:
+        if tensors[0].device.type != "cuda" or self.unrecordable or not self.enabled:
             return self.function(batch)
         if shapes not in self.graphs:
             if len(self.graphs) < MOST_GRAPHS:
@@ -48,8 +49,8 @@ class Graphed:
         torch.cuda.empty_cache()
         try:
             return _Graph(self.function, batch, pool)
-        except RuntimeError:  # out of memory is one, too
-            self.recordable = False
+        except RuntimeError as error:  # out of memory is one, too
+            self.unrecordable = str(error).splitlines()[0]
             self.graphs.clear()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -70,7 +71,7 @@ class _Graph:
             self.outputs = function(batch)
 
     def run(self, tensors: list[Tensor]) -> Tensors:
-        torch._foreach_copy_(self.inputs, tensors)
+        torch._foreach_copy_(self.inputs, tensors)  # pyright: ignore (torch exports it to nobody)
         self.graph.replay()
         return self.outputs
 

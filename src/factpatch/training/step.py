@@ -38,12 +38,12 @@ class Learner:
         ]
         self.optimizer: torch.optim.Optimizer
         if config.optimizer == "adam":
-            self.optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=accelerator.device.type == "cuda")
+            self.optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=True)
         else:
             self.optimizer = torch.optim.RMSprop(groups, lr=config.lr, centered=True)
         if accelerator.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # of the editor's own products
-        self.graphed = Graphed(self._gradients)
+        self.graphed = Graphed(self._gradients, enabled=config.graphs)
 
     @varying_shapes()
     def step(self, batches: Sequence[StepBatch]) -> Tensor:
@@ -56,7 +56,7 @@ class Learner:
         else:
             figures, *gradients = self._gradients(batches[0])
             for batch in batches[1:]:
-                torch._foreach_add_([figures, *gradients], self._gradients(batch))
+                torch._foreach_add_([figures, *gradients], self._gradients(batch))  # pyright: ignore
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         sum_gradients(self.accelerator, self.parameters)
@@ -74,4 +74,5 @@ class Learner:
         measured = self.objective(self.editor, batch)
         whole = measured.loss + self.lagrangian.penalty(measured.constraints)
         gradients = torch.autograd.grad(whole, self.parameters, materialize_grads=True)
-        return torch.cat([measured.loss[None], measured.constraints]).detach(), *gradients
+        figures = torch.cat([measured.loss[None], measured.constraints]).detach()
+        return figures, *(gradient.contiguous() for gradient in gradients)  # laid out as fused optimizers want it

@@ -42,7 +42,7 @@ from factpatch.training.table import Plan, RevisionTable
 
 FINAL_EDITS, FINAL_INPUTS = 200, 200  # of the held-out slice, that the best editor is measured on at the end
 TELL_SECONDS = 0.5  # between two looks at a run's figures; each look waits for the device
-FREE_TO_CHANGE = ("checkpoint_seconds", "tracker", "split", "lr", "clip")  # between a run and its resumption
+FREE_TO_CHANGE = ("checkpoint_seconds", "tracker", "split", "lr", "clip", "graphs")  # between a run and its resumption
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Train:
         torch.manual_seed(config.seed)
         self.editor = HyperNetwork.for_model(model, config.editor, config.layers)
         self.parts = config.split
+        self.said = False
         self.step, self.best_step, self.best_score = 0, 0, -math.inf
         self.best = copy_of(self.editor)
         self.metrics: list[dict[str, Any]] = []
@@ -195,6 +196,7 @@ class Train:
             try:
                 self.window += self.learner.step([table.batch(part, total=len(plan)) for part in parts])
                 self.window_steps += 1
+                self._say_once(self.learner.graphed.unrecordable)
                 return
             except torch.cuda.OutOfMemoryError:
                 if self.parts >= len(mine):
@@ -206,6 +208,11 @@ class Train:
             self.say(
                 f"a step of {len(mine)} edits does not fit into memory; it is run in {self.parts} parts from here on"
             )
+
+    def _say_once(self, why: str) -> None:
+        if why and not self.said:
+            self.say(f"a step cannot be recorded as a CUDA graph, so it takes longer than it could ({why})")
+            self.said = True
 
     def _start_window(self) -> None:
         """Figures are summed on the device until somebody looks at them. What is not finite stays so in the sum."""
