@@ -56,6 +56,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ["--method", "finetune", "--layers", "block", "--select"],
         ["--method", "zhu", "--bound", "1e-3"],
         ["--method", "zhu", "--select"],
+        ["--method", "zhu", "--layers", "block", "--select"],
         ["--method", "gradient"],
     ],
     ids=" ".join,
@@ -89,8 +90,10 @@ def test_every_method(
     assert summary["task"] == task
     assert summary["method"] == options[1]
     if "--select" in options:
-        assert len(summary["tried"]) == (5 if "zhu" in options else 2 if task == "classify" else 4)
-        best = max(summary["tried"], key=lambda one: one["success"] + one["retain"])
+        blocks, bounds = (2 if "block" in options else 0), (5 if "zhu" in options else 0)
+        assert len(summary["tried"]) == blocks + bounds
+        last = summary["tried"][-(bounds or blocks) :]
+        best = max(last, key=lambda one: one["success"] + one["retain"])
         assert (summary["layers"], summary["bound"]) == (best["layers"], best["bound"])
     with safe_open(tmp_path / "run" / "details.safetensors", "pt") as file:
         weights, ids = (json.loads(file.metadata()[key]) for key in ("weights", "edits"))
@@ -112,6 +115,7 @@ def test_every_method(
         (["--method", "finetune", "--layers", "block"], "needs --select"),
         (["--method", "zhu", "--bound", "-1"], "above 0"),
         (["--method", "gradient", "--select"], "something to --select"),
+        (["--method", "finetune", "--select"], "--layers block"),
     ],
 )
 def test_options_that_do_not_fit(

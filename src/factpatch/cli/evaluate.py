@@ -125,6 +125,8 @@ def _check_options(method: str, editor: str | None, layers: str, bound: float | 
         raise typer.BadParameter("--layers block needs --select; or name the block")
     if select and method not in ("finetune", "zhu"):
         raise typer.BadParameter("only finetune and zhu have something to --select")
+    if select and method == "finetune" and layers != "block":
+        raise typer.BadParameter("finetune has only its block to --select: say --layers block")
 
 
 def _method(
@@ -141,13 +143,10 @@ def _selected(
     model: TaskModel, method: str, layers: str, revisions: list[Revision], seed: int
 ) -> tuple[EditMethod, list[dict[str, Any]]]:
     """The baseline with the block and the bound that do best, and all that was tried."""
-    from factpatch.editors import BOUNDS
-    from factpatch.evaluation import sampled, select
-    from factpatch.models.layers import block_names
+    from factpatch.evaluation import sampled, select, tries
 
     if len(revisions) < 2:
         raise InputError("nothing is left to choose on: all revisions are edited; lower --edits, or give --valid")
     edits, others = sampled(model, revisions, None, None, seed)
-    total = (len(block_names(model.layers)) if layers == "block" else 1) * (len(BOUNDS) if method == "zhu" else 1)
-    with progress_bar("choosing", total) as bar:
+    with progress_bar("choosing", tries(model, layers, method == "zhu")) as bar:
         return select(model, layers, method == "zhu", edits, others, lambda n: bar.advance(bar.task_ids[0], n))

@@ -135,13 +135,22 @@ def select(
     others: Sequence[Revision],
     on_done: Callable[[int], object] = lambda tried: None,
 ) -> tuple[FineTune, list[dict[str, Any]]]:
-    """The block (where layers is "block") and the bound with the highest success + retain, and all that was tried."""
-    blocks = block_names(model.layers) if layers == "block" else [layers]
+    """The block (where layers is "block"), then the bound, with the highest success + retain; and all that was tried."""
     tried: list[dict[str, Any]] = []
-    for block in blocks:
-        for bound in BOUNDS if bounded else (None,):
+
+    def best_of(choices: Sequence[tuple[str, float | None]]) -> tuple[str, float | None]:
+        for block, bound in choices:
             found = summary(measure(FineTune(block, bound), model, edits[:SELECT_EDITS], others[:SELECT_INPUTS]))
             tried.append({"layers": block, "bound": bound, "success": found["success"], "retain": found["retain"]})
             on_done(1)
-    best = max(tried, key=lambda one: (one["success"] or 0) + (one["retain"] or 0))
-    return FineTune(best["layers"], best["bound"]), tried
+        here = tried[-len(choices) :]
+        return choices[max(range(len(here)), key=lambda i: (here[i]["success"] or 0) + (here[i]["retain"] or 0))]
+
+    block = best_of([(name, None) for name in block_names(model.layers)])[0] if layers == "block" else layers
+    bound = best_of([(block, bound) for bound in BOUNDS])[1] if bounded else None
+    return FineTune(block, bound), tried
+
+
+def tries(model: TaskModel, layers: str, bounded: bool) -> int:
+    """How many settings `select` tries."""
+    return (len(block_names(model.layers)) if layers == "block" else 0) + (len(BOUNDS) if bounded else 0)
