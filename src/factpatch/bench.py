@@ -31,7 +31,7 @@ from transformers import (
 
 from factpatch.constraints import kl
 from factpatch.deltas import Delta
-from factpatch.device import find_device, find_dtype, one_shape
+from factpatch.device import find_device, find_dtype, varying_shapes
 from factpatch.editors.hypernetwork import Condition, EditBatch, HyperNetwork, WeightNormLinears
 from factpatch.engine import edited
 from factpatch.errors import InputError
@@ -272,7 +272,7 @@ def published_step(
 
 def forward_and_back(model: TaskModel, network: Callable[..., Any], rows: Rows) -> None:
     """The rows through the frozen model, and back to the embeddings: what every way of training must do."""
-    with _gradients_start_at_embeddings(model), one_shape():
+    with _gradients_start_at_embeddings(model), varying_shapes():
         network(**_inputs(model, rows)).logits.float().logsumexp(-1).sum().backward()
 
 

@@ -39,14 +39,6 @@ def find_dtype(precision: str | None, device: str | None = None) -> torch.dtype:
 
 
 @contextmanager
-def one_shape() -> Iterator[None]:
-    """Attention for a shape that comes again and again: cuDNN's kernel first, which is the fastest once planned."""
-    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(kernels, set_priority=True):
-        yield
-
-
-@contextmanager
 def varying_shapes() -> Iterator[None]:
     """Attention for batches of many shapes.
 

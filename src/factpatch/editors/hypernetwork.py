@@ -304,14 +304,19 @@ class Gates:
     def factors(self, chosen: list[int], traces: Sequence[Trace], gradients: bool) -> list[LowRank]:
         """A = [X ⊙ a ; a'] and B = s · [D ⊙ r ; r'] of weights whose traces have one shape, in the model's dtype."""
         vectors = (self.gradient_in, self.bias_in, self.gradient_out, self.bias_out)
-        every = len(chosen) == len(self.bias_in)
         a, a_bias, r, r_bias = (
-            (v if every else v[chosen]).unsqueeze(2).to(traces[0].X.dtype) for v in vectors
+            _picked(v, chosen).unsqueeze(2).to(traces[0].X.dtype) for v in vectors
         )  # (weights, edits, 1, in or out)
         if gradients:
             a_bias = _with_tokens(torch.stack([trace.X for trace in traces]) * a, a_bias)
             r_bias = _with_tokens(torch.stack([trace.D for trace in traces]) * r, r_bias)
         return [LowRank(A, B) for A, B in zip(a_bias.unbind(0), r_bias.unbind(0), strict=True)]
+
+
+def _picked(vectors: Tensor, chosen: list[int]) -> Tensor:
+    """Not by an index, which would have to travel to the device each time."""
+    parts = vectors.unbind(0)
+    return vectors if len(chosen) == len(parts) else torch.stack([parts[i] for i in chosen])
 
 
 def _with_tokens(tokens: Tensor, last: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def select(
     others: Sequence[Revision],
     on_done: Callable[[int], object] = lambda tried: None,
 ) -> tuple[FineTune, list[dict[str, Any]]]:
-    """The block (where layers is "block"), then the bound, with the highest success + retain; and all that was tried."""
+    """The block (where layers is "block"), then the bound, with the most success + retain; and all that was tried."""
     tried: list[dict[str, Any]] = []
 
     def best_of(choices: Sequence[tuple[str, float | None]]) -> tuple[str, float | None]:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from factpatch.device import one_shape
-
 MOST_GRAPHS = 8  # sets of shapes that are recorded; batches of others run kernel by kernel
 
 Tensors = tuple[Tensor, ...]
@@ -63,11 +61,11 @@ class _Graph:
         self.inputs = tensors_of(batch)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), one_shape():
+        with torch.cuda.stream(stream):
             function(batch)  # sets up what this stream's libraries need, which must not happen while recording
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, stream=stream), one_shape():
+        with torch.cuda.graph(self.graph, pool=pool, stream=stream):
             self.outputs = function(batch)
 
     def run(self, tensors: list[Tensor]) -> Tensors:
