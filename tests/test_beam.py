@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import QUESTIONS
+from conftest import QUESTIONS, loud_editor
 
+from factpatch.engine import edited
+from factpatch.facts import FactEdit
 from factpatch.models import Seq2Seq
 from factpatch.models.beam import beam_search, knows
 
@@ -41,8 +43,8 @@ def warm(name: str, seed: int) -> Seq2Seq:
 
 @pytest.mark.parametrize("name", tiny.SEQ2SEQS)
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
-@pytest.mark.parametrize("drop_done", [True, False])
-def test_it_finds_what_generate_finds(name: str, changes: dict[str, Any], drop_done: bool) -> None:
+@pytest.mark.parametrize("edits", [None, 1, 2])
+def test_it_finds_what_generate_finds(name: str, changes: dict[str, Any], edits: int | None) -> None:
     for seed in range(3):
         model = warm(name, seed)
         generation = copy.deepcopy(model.generation)
@@ -50,12 +52,25 @@ def test_it_finds_what_generate_finds(name: str, changes: dict[str, Any], drop_d
         assert knows(generation)
         rows = model.rows([*QUESTIONS, "what is a lake ?", "euro", "the largest river in europe and africa ?"])
         beams = generation.num_beams
-        found = beam_search(model.model, rows.inputs, generation, drop_done).flatten(0, 1)
+        found = beam_search(model.model, rows.inputs, generation, edits).flatten(0, 1)
         generation.num_return_sequences = beams
         model.model.generation_config = generation  # `generate` takes what is None from here
         expected = model.model.generate(**rows.inputs, generation_config=generation)
         decoded = [model.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (found, expected)]
         assert decoded[0] == decoded[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", tiny.SEQ2SEQS)
+def test_rows_leave_with_their_like_under_other_edits(name: str) -> None:
+    """Each edit has all the questions; those answered under every edit leave, and no answer changes."""
+    model = warm(name, 1)
+    questions = [*QUESTIONS, "what is a lake ?", "euro", "the largest river in europe and africa ?"]
+    edits = model.resolve([FactEdit(x, tiny.other_answer(model, x)) for x in QUESTIONS[:2]])
+    editor = loud_editor(model)
+    rows = model.rows(2 * questions)
+    with edited(model.layers, editor.update(model, editor.batch(model, edits))):
+        assert model.decide(rows, 5, edits=2) == model.decide(rows, 5)
 
 
 def test_settings_it_does_not_know_are_left_to_generate() -> None:

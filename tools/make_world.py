@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
 from factpatch.world import EDITOR, MODEL, Fact, changes, facts
@@ -32,17 +32,19 @@ SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # 0 to 3
 WORDINGS_A_FACT = {True: 8, False: 2}  # in which a fact is edited in training: more where facts of its kind change
 KNOWN_ANSWERS = 0.3  # of its new answers, that another subject has; the others are made-up names
 WEIGHT_OF_NAMES = 40  # of an answer against a question, when the vocabulary is made
-SPLICED = 0.25  # of made-up names, with a word that is no word
+SPLICED = 0.15  # of made-up names, with a word that is no word
+WORDS = {1: 2, 2: 4, 3: 4, 4: 2, 5: 1}  # of made-up names: how many, and how often
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
 TRAIN = {
     "edits": 32,
     "rows": 8,
     "paraphrases": '"human"',
-    "paraphrase_rows": 2,
+    "paraphrase_rows": 1,
     "lr": 2e-3,
     "label_smoothing": 0.0,
-    "margin": 1e-1,
+    "margin": 5e-2,
     "margin_floor": 1e-3,
+    "anneal_above": 0.8,
     "validations": 40,
     "validation_edits": 64,
     "validation_inputs": 32,
@@ -57,8 +59,8 @@ TRAIN = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("runs/world"), help="where to work")
-    parser.add_argument("--fit-steps", type=int, default=1500)
-    parser.add_argument("--train-steps", type=int, default=1800)
+    parser.add_argument("--fit-steps", type=int, default=1200)
+    parser.add_argument("--train-steps", type=int, default=3000)
     parser.add_argument("--stage", choices=["all", "fit", "train"], default="all")
     options = parser.parse_args()
     work: Path = options.work
@@ -125,9 +127,10 @@ class Names:
         self.taboo = {change.answer for change in changes()}
 
     def made_up(self, chance: random.Random) -> str:
-        """As many words as some answer has, drawn from all; now and then one is made of two words' halves."""
+        """Words drawn from all answers; now and then one is made of two words' halves."""
         while True:
-            words = [chance.choice(self.words) for _ in chance.choice(self.answers).split()]
+            (count,) = chance.choices(list(WORDS), list(WORDS.values()))
+            words = [chance.choice(self.words) for _ in range(count)]
             if chance.random() < SPLICED:
                 other = chance.choice(self.words)
                 words[0] = words[0][: max(1, len(words[0]) // 2)] + other[len(other) // 2 :]
@@ -151,7 +154,13 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 def new_model(folder: Path) -> None:
     """A small BART with random weights, and a tokenizer that can spell anything."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # type: ignore[assignment]
+    tokenizer.normalizer = normalizers.Prepend(" ")  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [
+            pre_tokenizers.Split(Regex(r" ?[^\s?,']+|."), "isolated"),  # Ramos-Horta and Jr. are words, too
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,

@@ -47,3 +47,25 @@ def varying_shapes() -> Iterator[None]:
     """
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         yield
+
+
+@contextmanager
+def tensor_core_products() -> Iterator[None]:
+    """float32 products by a GPU's tensor cores, with the exponents of float32 and ten bits of its fractions."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """What would wait for a GPU raises a RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

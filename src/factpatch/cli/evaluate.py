@@ -11,7 +11,6 @@ from factpatch.cli.common import (
     Device,
     Json,
     Model,
-    Precision,
     Seed,
     SkipBad,
     is_main_process,
@@ -53,7 +52,9 @@ def evaluate(
     edits: Annotated[int | None, typer.Option(min=1, help="Edits, sampled; all, if left out.")] = None,
     retain: Annotated[int | None, typer.Option(min=1, help="Other inputs, sampled; all, if left out.")] = None,
     loop: Annotated[int, typer.Option(min=1, help="Update until it takes, at most N times; 5 if N is left out.")] = 1,
-    precision: Precision = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32 or bf16. bf16 for classifiers on a GPU, fp32 otherwise, if left out.")
+    ] = None,
     skip_bad: SkipBad = False,
     device: Device = None,
     seed: Seed = 0,
@@ -70,18 +71,20 @@ def evaluate(
     with working("loading"):
         from accelerate import PartialState
 
-        from factpatch.device import find_device, find_dtype
+        from factpatch.device import find_device, find_dtype, tensor_core_products
         from factpatch.evaluation import evaluate as run
         from factpatch.evaluation import sampled
         from factpatch.facts import read_revisions
-        from factpatch.models import load_model
+        from factpatch.models import Classifier, load_model
 
         prepare(seed)
         bad: list[str] = []
         revisions = list(read_revisions(data, bad.append if skip_bad else None))
         task_model = load_model(model, device)
         task_model.model.to(PartialState(cpu=find_device(device).type == "cpu").device)
-        task_model.cast(find_dtype(precision, device))
+        # Answers are searched for among near ties, of which bf16's rounding alone decides some anew.
+        searches = not isinstance(task_model, Classifier)
+        task_model.cast(find_dtype(precision or ("fp32" if searches else None), device))
         sample, others = sampled(task_model, revisions, edits, retain, seed)
         edited = {revision.id for revision in sample}
         left = [revision for revision in revisions if revision.id not in edited]
@@ -102,7 +105,7 @@ def evaluate(
         "seed": seed,
         "tried": tried,
     }
-    with progress_bar("editing", len(sample)) as bar:
+    with progress_bar("editing", len(sample)) as bar, tensor_core_products():
         result = run(chosen, task_model, sample, others, output, settings, lambda n: bar.advance(bar.task_ids[0], n))
     if not is_main_process():
         return

@@ -84,12 +84,19 @@ class Examiner:
     @torch.no_grad()
     @varying_shapes()
     def __init__(self, model: TaskModel, others: Sequence[Revision], edits: int = 32, scores: bool = False):
-        """`edits` run side by side; with `scores`, how far the scores of predictions move is measured too."""
+        """`edits` run side by side.
+
+        With `scores`, how far the scores of predictions move is measured too, and predictions are the model's own of
+        now: in another precision, or on another machine, some differ from those in the file.
+        """
         self.model = model
-        self.others = others
-        self.known = Others(others)
         self.scores = scores
         encoded = model.encode([other.input for other in others], model.max_input_tokens)
+        if scores:
+            said = (ranked[0] for ranked in model.rank(encoded, count=1))
+            others = [replace(other, prediction=text) for other, text in zip(others, said, strict=True)]
+        self.others = others
+        self.known = Others(others)
         targets = model.encode_targets([other.prediction for other in others]) if scores else None
         self.batches = [
             self._batch(batch, encoded, targets)
@@ -147,7 +154,7 @@ class Examiner:
             said = self.model.said(features)
             scores, moved = self._scores(batch, features, edits)
         if said is None:
-            said = [ranked[0] for ranked in self.model.decide(Rows(inputs))]
+            said = [ranked[0] for ranked in self.model.decide(Rows(inputs), edits=edits)]
         count = len(batch.numbers)
         return [said[e * count : (e + 1) * count] for e in range(edits)], scores, moved
 
@@ -196,7 +203,8 @@ def _say_each(model: TaskModel, texts: list[list[str]]) -> list[list[str]]:
     lengths = [max(len(one["input_ids"]) for one in column) * len(texts) for column in encoded]
     said: list[list[str]] = [[""] * most for _ in texts]
     for batch in model.batches(lengths):
-        decided = iter(model.decide(model.collate([encoded[k][e] for e in range(len(texts)) for k in batch])))
+        rows = model.collate([encoded[k][e] for e in range(len(texts)) for k in batch])
+        decided = iter(model.decide(rows, edits=len(texts)))
         for e in range(len(texts)):
             for k in batch:
                 said[e][k] = next(decided)[0]

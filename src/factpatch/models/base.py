@@ -128,10 +128,10 @@ class TaskModel(ABC):
         """Plain cross-entropy of each row's target, averaged over the row's target tokens: (rows,)."""
 
     @abstractmethod
-    def decide(self, rows: Rows, count: int = 1, drop_done: bool = False) -> list[list[str]]:
+    def decide(self, rows: Rows, count: int = 1, edits: int | None = None) -> list[list[str]]:
         """The decision rule: the `count` best outputs of each row, best first.
 
-        `drop_done` lets rows that are answered leave the batch early, where no row has an edit of its own.
+        Where it is said under how many `edits` the rows run, edit-major, those that are answered may leave early.
         """
 
     @abstractmethod
@@ -170,7 +170,7 @@ class TaskModel(ABC):
     def _decide_in_parts(self, encoded: Sequence[Encoded], count: int) -> list[list[str]]:
         """In one batch, or in halves where that does not fit into the GPU's memory."""
         try:
-            return self.decide(self.collate(encoded), count, drop_done=True)
+            return self.decide(self.collate(encoded), count, edits=1)
         except torch.cuda.OutOfMemoryError:
             if len(encoded) == 1:
                 raise
@@ -190,7 +190,7 @@ class TaskModel(ABC):
         for start in range(0, len(inputs), PATCHES_PER_BATCH):
             part = slice(start, start + PATCHES_PER_BATCH)
             with edited(self.layers, stack_patches(patches[part], self.layers)):
-                said += [ranked[0] for ranked in self.decide(self.rows(inputs[part]))]
+                said += [ranked[0] for ranked in self.decide(self.rows(inputs[part]), edits=len(inputs[part]))]
         return said
 
     def rows(self, inputs: Sequence[str], targets: Sequence[str] | None = None) -> Rows:

@@ -69,11 +69,12 @@ class _Beams:
 
 @torch.no_grad()
 def beam_search(
-    model: PreTrainedModel, inputs: dict[str, Tensor], config: GenerationConfig, drop_done: bool = True
+    model: PreTrainedModel, inputs: dict[str, Tensor], config: GenerationConfig, edits: int | None = None
 ) -> Tensor:
     """The best sequences of each row, (rows, beams, length), best first, filled up with padding.
 
-    `drop_done=False` keeps every row in its place to the end, as rows under different edits must be.
+    Rows leave the batch when they are done. Under several `edits` a row leaves together with those in its place under
+    all other edits, so that rows and edits still go together. None keeps all to the end.
     """
     beams, limit = config.num_beams or 1, 1 + config.max_new_tokens
     encoder = model.get_encoder()
@@ -95,16 +96,15 @@ def beam_search(
         origin = _advance(state, logits, length, config, banned)
         full = state.is_finished.all(-1, keepdim=True) & (config.early_stopping is True)
         done = (~state.improvable | full).squeeze(1)
+        leaving = (done.view(edits or 1, -1).all(0) & (edits is not None)).repeat(edits or 1)
+        all_done, left = torch.stack([done.all(), leaving.sum() * 4 >= len(done)]).tolist()
+        if all_done:
+            break
         keep = torch.arange(len(done), device=done.device)
-        # Leaving costs a copy of all cached keys and values, so it is done a quarter of the rows at a time.
-        if drop_done and int(done.sum()) * 4 >= len(done):
-            keep = (~done).nonzero().squeeze(1)
-            result[state.row[done]] = state.finished[done]
+        if left:  # costs a copy of all cached keys and values, so it is done a quarter of the rows at a time
+            keep = (~leaving).nonzero().squeeze(1)
+            result[state.row[leaving]] = state.finished[leaving]
             state = state.take(keep)
-        elif done.all():
-            break
-        if not len(keep):
-            break
         flat = (keep[:, None] * beams + origin[keep]).flatten()
         cache.self_attention_cache.reorder_cache(flat)
         if len(keep) < len(done):  # beams of a row share what the encoder says, so only leaving rows change it

@@ -52,7 +52,7 @@ class Classifier(TaskModel):
         assert rows.labels is not None
         return F.cross_entropy(self.logits(rows), rows.labels, reduction="none")
 
-    def decide(self, rows: Rows, count: int = 1, drop_done: bool = False) -> list[list[str]]:
+    def decide(self, rows: Rows, count: int = 1, edits: int | None = None) -> list[list[str]]:
         ranked = self.logits(rows).argsort(dim=-1, descending=True)[:, :count]
         return [[self.labels[i] for i in row] for row in ranked.tolist()]
 

@@ -95,10 +95,10 @@ class Seq2Seq(TaskModel):
         )  # (rows, tokens)
         return token_losses.sum(-1) / (rows.labels != NO_TARGET).sum(-1)
 
-    def decide(self, rows: Rows, count: int = 1, drop_done: bool = False) -> list[list[str]]:
+    def decide(self, rows: Rows, count: int = 1, edits: int | None = None) -> list[list[str]]:
         count = min(count, self.beams)
         if knows(self.generation):
-            ids = beam_search(self.model, rows.inputs, self.generation, drop_done)[:, :count].flatten(0, 1)
+            ids = beam_search(self.model, rows.inputs, self.generation, edits)[:, :count].flatten(0, 1)
         else:
             generation = copy.copy(self.generation)
             generation.num_return_sequences = count

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 T = TypeVar("T")
 
 SLICE = 1000  # texts that one process takes at a time
-WORTH_IT = 20 * SLICE  # below, starting processes takes longer than it saves
+WORTH_IT = 80 * SLICE  # below, starting processes beside a GPU model takes longer than it saves
 
 
 class _Slices(Dataset[list[T]]):

@@ -33,7 +33,7 @@ from factpatch.training.checkpoint import (
     stop_signals,
 )
 from factpatch.training.examples import Example, batches_from, hold_out, read_answered
-from factpatch.training.run import Clock, RunFolder, agree, copy_of, schedule, sum_gradients
+from factpatch.training.run import Clock, RunFolder, agree, as_good, copy_of, schedule, sum_gradients
 
 
 @dataclass(frozen=True)
@@ -302,16 +302,6 @@ class Fit:
             self.model.write_to(scratch)
             (scratch / "fit.json").write_text(json.dumps(about, indent=2) + "\n")
             (scratch / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
-
-
-def as_good(score: float, earlier: Sequence[float], records: int) -> bool:
-    """Whether a later score is within a standard error of the best.
-
-    The slice is small, and of scores that it cannot tell apart the latest is the one to trust: it has seen the most
-    data at the smallest learning rate, where the best of many noisy ones owes most to chance.
-    """
-    best = max(earlier, default=0.0)
-    return score >= best - math.sqrt(best * (1 - best) / records)
 
 
 def classifier_losses(logits: Tensor, labels: Tensor, entropy: float) -> Tensor:

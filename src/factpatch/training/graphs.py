@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from factpatch.device import no_waiting
+
 MOST_GRAPHS = 8  # sets of shapes that are recorded; batches of others run kernel by kernel
 
 Tensors = tuple[Tensor, ...]
@@ -61,7 +63,7 @@ class _Graph:
         self.inputs = tensors_of(batch)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), no_waiting():
             function(batch)  # sets up what this stream's libraries need, which must not happen while recording
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,16 @@ def schedule(share: float, warmup: float, kind: str = "linear") -> float:
     if share < warmup:
         return share / warmup
     return (1 - share) / (1 - warmup) if kind == "linear" else 1.0
+
+
+def as_good(score: float, earlier: Sequence[float], records: int) -> bool:
+    """Whether a later score, a share of so many records, is within a standard error of the best.
+
+    The slice is small, and of scores that it cannot tell apart the latest is the one to trust: it has seen the most
+    data at the smallest learning rate, where the best of many noisy ones owes most to chance.
+    """
+    best = max(earlier, default=0.0)
+    return score >= best - math.sqrt(best * (1 - best) / records)
 
 
 def agree(accelerator: Accelerator, share: float, stop: bool) -> tuple[float, bool]:

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from factpatch.device import varying_shapes
+from factpatch.device import tensor_core_products, varying_shapes
 from factpatch.editors import HyperNetwork
 from factpatch.training.config import TrainConfig
 from factpatch.training.graphs import Graphed
@@ -41,11 +41,10 @@ class Learner:
             self.optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=True)
         else:
             self.optimizer = torch.optim.RMSprop(groups, lr=config.lr, centered=True)
-        if accelerator.device.type == "cuda":
-            torch.set_float32_matmul_precision("high")  # of the editor's own products
         self.graphed = Graphed(self._gradients, enabled=config.graphs)
 
     @varying_shapes()
+    @tensor_core_products()
     def step(self, batches: Sequence[StepBatch]) -> Tensor:
         """One update from all the batches that make it up, in this process and in others.
 

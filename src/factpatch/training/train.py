@@ -36,7 +36,7 @@ from factpatch.training.checkpoint import (
 )
 from factpatch.training.config import TrainConfig, config_to_json
 from factpatch.training.objective import Objective, unedited_outputs
-from factpatch.training.run import Clock, RunFolder, agree, copy_of, schedule
+from factpatch.training.run import Clock, RunFolder, agree, as_good, copy_of, schedule
 from factpatch.training.step import Learner
 from factpatch.training.table import Plan, RevisionTable
 
@@ -75,7 +75,7 @@ class Train:
         self.editor = HyperNetwork.for_model(model, config.editor, config.layers)
         self.parts = config.split
         self.said = False
-        self.step, self.best_step, self.best_score = 0, 0, -math.inf
+        self.step, self.best_step = 0, 0
         self.best = copy_of(self.editor)
         self.metrics: list[dict[str, Any]] = []
         self.means = [math.nan] * (2 + len(config.constraints))
@@ -255,9 +255,8 @@ class Train:
             [self._with_few_paraphrases(revision, chance) for revision in edits],
             chance.sample(self.held_out, min(config.validation_inputs, len(self.held_out))),
         )
-        score = found["success"] + (found["retain"] or 0.0)
-        if score > self.best_score:
-            self.best_score, self.best_step, self.best = score, self.step, copy_of(self.editor)
+        if as_good(_score(found), [_score(record) for record in self.metrics], len(edits)):
+            self.best_step, self.best = self.step, copy_of(self.editor)
         seconds = self.clock.seconds()
         record = {
             "step": self.step,
@@ -304,7 +303,6 @@ class Train:
             **self._identity(),
             "step": self.step,
             "best_step": self.best_step,
-            "best_score": self.best_score if self.metrics else None,
             "window_steps": self.window_steps,
             "seconds": self.clock.seconds(),
             "metrics": self.metrics,
@@ -326,7 +324,6 @@ class Train:
         self.lagrangian.load_state_dict(tensors["lagrangian"])
         restore_optimizer(self.optimizer, tensors["optimizer"])
         self.step, self.best_step, self.metrics = numbers["step"], numbers["best_step"], numbers["metrics"]
-        self.best_score = -math.inf if numbers["best_score"] is None else numbers["best_score"]
         self.window, self.window_steps = window.to(self.model.device), numbers["window_steps"]
         return numbers["seconds"]
 
@@ -354,6 +351,11 @@ class Train:
         self.editor.load_state_dict(self.best)
         self._write_run_files(result)
         self.folder.remove_checkpoint()
+
+
+def _score(found: dict[str, Any]) -> float:
+    """What the best editor has the most of: the mean of success and retain."""
+    return (found["success"] + (found["retain"] or 0.0)) / 2
 
 
 def _hold_out(revisions: list[Revision], config: TrainConfig) -> tuple[list[Revision], list[Revision]]:
