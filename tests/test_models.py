@@ -15,6 +15,7 @@ from factpatch.device import find_device
 from factpatch.errors import DeviceError, InputError, ModelError
 from factpatch.facts import FactEdit
 from factpatch.models import Classifier, Seq2Seq, TaskModel, editable_layers, load_model
+from factpatch.models.head import align, fill
 from factpatch.models.workers import map_texts
 
 EDITABLE = {"gpt2": 2 * 4, "bart": 2 * 6 + 2 * 10, "t5": 2 * 6 + 2 * 10, "marian": 2 * 6 + 2 * 10}
@@ -214,3 +215,26 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="no usable CUDA GPU; use --device cpu"):
         find_device("cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="is for CUDA GPUs only")
+def test_an_aligned_head_says_the_same() -> None:
+    head = torch.nn.Linear(16, 21).cuda().requires_grad_(False)
+    x = torch.randn(5, 16, device="cuda")
+    before = head(x)
+    align(head)
+    for _ in range(2):
+        torch.testing.assert_close(head(x), before)
+    head.weight.mul_(2)
+    torch.testing.assert_close(head(x) - head.bias, 2 * (before - head.bias))
+
+
+def test_an_aligned_head_is_stored_as_it_was() -> None:
+    head = torch.nn.Linear(16, 21)
+    x = torch.randn(5, 16)
+    names, before = list(head.state_dict()), head(x)
+    align(head)
+    assert list(head.state_dict()) == names
+    assert torch.equal(head(x), before)
+    assert torch.equal(fill(head.weight)[:21], head.weight)
+    assert fill(head.bias).shape == (24,)

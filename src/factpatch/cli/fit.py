@@ -32,6 +32,9 @@ def fit(
     valid: Annotated[
         str | None, typer.Option(help="Facts that choose the best weights. A slice of train, if left out.")
     ] = None,
+    holdout: Annotated[
+        int | None, typer.Option(min=1, help="Records in that slice; 1000 claims or 500 facts, if left out.")
+    ] = None,
     task: Annotated[str, typer.Option(help="classify: claims to labels. answer: questions to answers.")] = "classify",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-5,
     batch: Annotated[int, typer.Option(help="Examples an update, over all processes.")] = 256,
@@ -64,6 +67,7 @@ def fit(
         minutes=minutes,
         dropout=dropout,
         max_tokens=max_tokens,
+        holdout=holdout,
         checkpoint_seconds=checkpoint_seconds,
         seed=seed,
     )

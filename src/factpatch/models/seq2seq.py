@@ -15,6 +15,7 @@ from factpatch.errors import InputError
 from factpatch.facts import same
 from factpatch.models.base import Encoded, Rows, TaskModel, padded, padded_inputs
 from factpatch.models.beam import beam_search, knows
+from factpatch.models.head import align
 
 NO_TARGET = -100  # what cross_entropy leaves out
 MAX_ANSWER_TOKENS = 32  # where the model's folder says nothing
@@ -29,6 +30,7 @@ class Seq2Seq(TaskModel):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        align(self._head)
         # The model's own generation settings, but for the search: a folder may ask for greedy or sampled answers.
         self.generation = copy.deepcopy(self.model.generation_config)
         self.generation.update(num_beams=self.beams, do_sample=False)
