@@ -25,7 +25,7 @@ from factpatch.errors import FileError, InputError
 from factpatch.models import Classifier, load_model
 from factpatch.training import Fit, FitConfig
 from factpatch.training.examples import Example, batches_from
-from factpatch.training.fit import Status, answer_losses, classifier_losses
+from factpatch.training.fit import Status, classifier_losses, summed_loss
 from factpatch.training.run import schedule
 
 SURE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -55,18 +55,19 @@ def test_a_certain_classifier_has_no_entropy_and_no_nan() -> None:
     assert losses.tolist() == [0.0]
 
 
-def test_answers_are_smoothed() -> None:
-    """0.9 of the target's weight on the token, the rest spread over the vocabulary, the token included."""
-    log_p = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.1, 0.2, 0.3, 0.4]]).log()
-    logits = torch.stack([log_p, log_p.flip(0)])  # (rows, tokens, vocabulary)
-    labels = torch.tensor([[0, 3], [1, -100]])
-    losses = answer_losses(logits, labels, 0.1)
-
-    def loss(row: list[float], token: int) -> float:
-        return -0.9 * math.log(row[token]) - 0.1 * sum(map(math.log, row)) / 4
-
-    first, second = [0.5, 0.25, 0.125, 0.125], [0.1, 0.2, 0.3, 0.4]
-    assert losses.tolist() == pytest.approx([loss(first, 0), loss(second, 3), loss(second, 1), 0.0], rel=1e-5)
+@pytest.mark.parametrize("name", tiny.SEQ2SEQS)
+def test_answers_are_smoothed_and_padding_counts_nothing(name: str) -> None:
+    """Against each answer alone, token by token."""
+    model = tiny.build(name)
+    questions, answers = ["what is a lake ?", "who leads france ?"], ["gitega", "paris and bujumbura"]
+    examples = [Example(*pair) for pair in zip(model.encode(questions), model.encode_targets(answers), strict=True)]
+    found = summed_loss(model, examples, FitConfig(task="answer", label_smoothing=0.1))
+    expected = 0.0
+    for question, answer, example in zip(questions, answers, examples, strict=True):
+        log_p = model.logits(model.rows([question], [answer]))[0].log_softmax(-1)  # (tokens, vocabulary)
+        for token, scores in zip(example.target, log_p, strict=True):
+            expected += -0.9 * float(scores[token]) - 0.1 * float(scores.mean())
+    assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_schedule_rises_and_falls_in_straight_lines() -> None:

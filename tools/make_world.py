@@ -27,13 +27,14 @@ from factpatch.world import EDITOR, MODEL, Fact, changes, facts
 
 SEED = 0
 VOCABULARY = 8000  # more than there are words: each is one token, those of new names too
-EXERCISES = 20_000  # names to repeat, so that the model can say names that are the answer to nothing yet
+MADE_UP = 12_000  # names to repeat, besides the real ones
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # 0 to 3
 WORDINGS_A_FACT = {True: 8, False: 2}  # in which a fact is edited in training: more where facts of its kind change
-KNOWN_ANSWERS = 0.3  # of its new answers, that another subject has; the others are made-up names
-WEIGHT_OF_NAMES = 40  # of an answer against a question, when the vocabulary is made
+PARAPHRASES = 6  # of each edit in training
+NEW_ANSWERS = {"alike": 3, "known": 4, "made up": 3}  # what facts are edited to in training, and how often
+WORDS = {1: 3, 2: 5, 3: 2}  # of made-up names: how many, and how often
 SPLICED = 0.15  # of made-up names, with a word that is no word
-WORDS = {1: 2, 2: 4, 3: 4, 4: 2, 5: 1}  # of made-up names: how many, and how often
+WEIGHT_OF_NAMES = 40  # of a name against a question, when the vocabulary is made
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
 TRAIN = {
     "edits": 32,
@@ -45,7 +46,7 @@ TRAIN = {
     "margin": 5e-2,
     "margin_floor": 1e-3,
     "anneal_above": 0.8,
-    "validations": 40,
+    "validations": 30,
     "validation_edits": 64,
     "validation_inputs": 32,
     "holdout": 300,
@@ -59,8 +60,8 @@ TRAIN = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("runs/world"), help="where to work")
-    parser.add_argument("--fit-steps", type=int, default=1200)
-    parser.add_argument("--train-steps", type=int, default=3000)
+    parser.add_argument("--fit-steps", type=int, default=2200)
+    parser.add_argument("--train-steps", type=int, default=2800)
     parser.add_argument("--stage", choices=["all", "fit", "train"], default="all")
     options = parser.parse_args()
     work: Path = options.work
@@ -96,51 +97,63 @@ def write_data(work: Path) -> None:
     chance = random.Random(SEED)
     known = facts()
     names = Names()
-    exercises = (
-        {"id": f"repeat/{i}", "input": f"Repeat: {name}", "output": name}
-        for i, name in enumerate(names.made_up(chance) for _ in range(EXERCISES))
-    )
-    write_lines(work / "train.jsonl", [*(record(fact, fact.questions) for fact in known), *exercises])
+    write_lines(work / "train.jsonl", [*(record(fact, fact.questions) for fact in known), *names.exercises(chance)])
     sample = chance.sample(known, 300)
     write_lines(work / "valid.jsonl", (record(fact, [chance.choice(fact.questions)]) for fact in sample))
     changing = {change.fact.relation for change in changes()}
     lines = []
     for fact in known:
-        questions = fact.questions
-        for number in chance.sample(range(len(questions)), WORDINGS_A_FACT[fact.relation in changing]):
-            first, rest = questions[number], questions[:number] + questions[number + 1 :]
+        for number in chance.sample(range(len(fact.questions)), WORDINGS_A_FACT[fact.relation in changing]):
+            rest = fact.questions[:number] + fact.questions[number + 1 :]
+            questions = [fact.questions[number], *chance.sample(rest, PARAPHRASES)]
             line = {"id": f"{fact.id}/{number}", "alternative": names.other_answer(fact, chance)}
-            lines.append({**record(fact, [first, *rest]), **line})
+            lines.append({**record(fact, questions), **line})
     write_lines(work / "edits.jsonl", lines)
 
 
 class Names:
-    """Answers, and names made up of their words. The words of new names are among them, the names are not."""
+    """All that may be an answer one day: answers of 2018, of today, and names made up of their words.
+
+    The model reads today's names as any model reads the names of people who are in no office yet. That they are the
+    answer to a question it is never told, and neither is the editor.
+    """
 
     def __init__(self) -> None:
         self.of: dict[str, list[str]] = defaultdict(list)
         for fact in facts():
             self.of[fact.relation].append(fact.answer)
-        known = [answer for answers in self.of.values() for answer in answers]
-        self.answers = list(dict.fromkeys([*known, *(change.answer for change in changes())]))
-        self.words = list(dict.fromkeys(word for answer in self.answers for word in answer.split()))
-        self.taboo = {change.answer for change in changes()}
+        self.now = {change.fact.id: change.answer for change in changes()}
+        self.known = list(dict.fromkeys([*(fact.answer for fact in facts()), *self.now.values()]))
+        self.words = list(dict.fromkeys(word for name in self.known for word in name.split()))
+
+    def exercises(self, chance: random.Random) -> list[dict[str, Any]]:
+        """Names to repeat, and to complete: a model can only be taught to say what it can say."""
+        asked = [(f"Repeat: {name}", name) for name in (*self.known, *(self.made_up(chance) for _ in range(MADE_UP)))]
+        for name in self.known:
+            first, *_, last = name.split() if " " in name else ("",) * 2
+            if first:
+                asked += [(f"Which name begins with {first}?", name), (f"Which name ends with {last}?", name)]
+        return [{"id": f"name/{i}", "input": x, "output": y} for i, (x, y) in enumerate(asked)]
 
     def made_up(self, chance: random.Random) -> str:
-        """Words drawn from all answers; now and then one is made of two words' halves."""
-        while True:
-            (count,) = chance.choices(list(WORDS), list(WORDS.values()))
-            words = [chance.choice(self.words) for _ in range(count)]
-            if chance.random() < SPLICED:
-                other = chance.choice(self.words)
-                words[0] = words[0][: max(1, len(words[0]) // 2)] + other[len(other) // 2 :]
-            if (name := " ".join(words)) not in self.taboo:
-                return name
+        """Words drawn from all names; now and then one is made of two words' halves."""
+        (count,) = chance.choices(list(WORDS), list(WORDS.values()))
+        words = [chance.choice(self.words) for _ in range(count)]
+        if chance.random() < SPLICED:
+            other = chance.choice(self.words)
+            words[0] = words[0][: max(1, len(words[0]) // 2)] + other[len(other) // 2 :]
+        return " ".join(words)
 
     def other_answer(self, fact: Fact, chance: random.Random) -> str:
-        """That of another subject, or a name that is made up."""
+        """That of another subject, any other name, or one that is made up; never what the fact has changed to."""
         others = [answer for answer in self.of[fact.relation] if answer != fact.answer]
-        return chance.choice(others) if chance.random() < KNOWN_ANSWERS else self.made_up(chance)
+        while True:
+            (kind,) = chance.choices(list(NEW_ANSWERS), list(NEW_ANSWERS.values()))
+            answer = (
+                self.made_up(chance) if kind == "made up" else chance.choice(others if kind == "alike" else self.known)
+            )
+            if answer not in (fact.answer, self.now.get(fact.id)):
+                return answer
 
 
 def record(fact: Fact, questions: list[str]) -> dict[str, Any]:
@@ -169,7 +182,7 @@ def new_model(folder: Path) -> None:
         show_progress=False,
     )
     learnt = [text for fact in facts() for text in (*fact.questions, fact.answer)]
-    tokenizer.train_from_iterator([*learnt, *WEIGHT_OF_NAMES * Names().answers], trainer)
+    tokenizer.train_from_iterator([*learnt, *WEIGHT_OF_NAMES * Names().known], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
         single="$A </s>", special_tokens=[("</s>", 2)]
     )

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize
 from factpatch.files import atomic_folder
 from factpatch.metrics import accuracy
-from factpatch.models import Seq2Seq, load_model
-from factpatch.models.seq2seq import MAX_ANSWER_TOKENS, NO_TARGET
+from factpatch.models import Seq2Seq, TaskModel, load_model
+from factpatch.models.seq2seq import MAX_ANSWER_TOKENS
 from factpatch.training.checkpoint import (
     load_checkpoint,
     optimizer_tensors,
@@ -205,15 +205,9 @@ class Fit:
         optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.accelerator.device)
         if mine:
-            rows = self.model.collate([e.encoded for e in mine], [e.target for e in mine])
             with self.accelerator.autocast():
-                logits = self.model.logits(rows)
-            assert rows.labels is not None
-            if self.config.task == "classify":
-                loss = classifier_losses(logits, rows.labels, self.config.entropy).sum() / len(batch)
-            else:
-                tokens = sum(len(e.target) for e in batch)
-                loss = answer_losses(logits, rows.labels, self.config.label_smoothing).sum() / tokens
+                loss = summed_loss(self.model, mine, self.config)
+            loss = loss / (len(batch) if self.config.task == "classify" else sum(len(e.target) for e in batch))
             loss.backward()
         sum_gradients(self.accelerator, self.model.model.parameters())
         if world > 1:
@@ -304,13 +298,22 @@ class Fit:
             (scratch / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
 
 
+def summed_loss(model: TaskModel, examples: Sequence[Example], config: FitConfig) -> Tensor:
+    """Over claims; or over all tokens of answers, label-smoothed. Padding, most of a batch of answers, is left out."""
+    rows = model.collate([e.encoded for e in examples], [e.target for e in examples])
+    labels = rows.labels
+    assert labels is not None
+    if config.task == "classify":
+        return classifier_losses(model.logits(rows), labels, config.entropy).sum()
+    width = labels.shape[1]
+    numbers = [width * i + t for i, example in enumerate(examples) for t in range(len(example.target))]
+    places = torch.tensor(numbers).to(labels.device, non_blocking=True)
+    scores = model.scores(model.features(replace(rows, places=places)))
+    wanted = labels.flatten().index_select(0, places)
+    return F.cross_entropy(scores, wanted, label_smoothing=config.label_smoothing, reduction="sum")
+
+
 def classifier_losses(logits: Tensor, labels: Tensor, entropy: float) -> Tensor:
     """Cross-entropy less a share of the prediction's entropy, which keeps the model from certainty: (rows,)."""
     log_p = logits.float().log_softmax(-1)
     return F.nll_loss(log_p, labels, reduction="none") + entropy * (log_p.exp() * log_p).sum(-1)
-
-
-def answer_losses(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    """Label-smoothed cross-entropy of each target token, 0 where there is none: (rows·tokens,)."""
-    flat = logits.float().flatten(0, 1)
-    return F.cross_entropy(flat, labels.flatten(), ignore_index=NO_TARGET, label_smoothing=smoothing, reduction="none")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -62,7 +61,9 @@ class Learner:
         if self.accelerator.num_processes > 1:
             figures = self.accelerator.reduce(figures, "sum")
             assert isinstance(figures, Tensor)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip or math.inf)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        if self.config.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)
         self.lagrangian.set_gradient(figures[1:])
         self.optimizer.step()
         self.lagrangian.clamp()
