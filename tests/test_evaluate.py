@@ -116,6 +116,8 @@ def test_every_method(
         (["--method", "zhu", "--bound", "-1"], "above 0"),
         (["--method", "gradient", "--select"], "something to --select"),
         (["--method", "finetune", "--select"], "--layers block"),
+        (["--method", "finetune", "--valid", "x.jsonl"], "give both or neither"),
+        (["--method", "finetune", "--loop"], "only the method hyper can --loop"),
     ],
 )
 def test_options_that_do_not_fit(

@@ -75,6 +75,8 @@ def main() -> None:
         run("fit", *given, "--task", "answer", *FIT, "--steps", options.fit_steps, "--output", work / "fitted")
         in_half(work / "fitted", work / "model", "model.safetensors")
         run("revise", "--model", work / "model", "--data", work / "edits.jsonl", "--output", work / "revisions.jsonl")
+        if options.stage == "fit":
+            return
     if options.stage in ("all", "train"):
         shutil.rmtree(work / "editor", ignore_errors=True)
         settings = [part for key, value in TRAIN.items() for part in ("--set", f"{key}={value}")]

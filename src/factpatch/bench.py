@@ -31,7 +31,7 @@ from transformers import (
 
 from factpatch.constraints import kl
 from factpatch.deltas import Delta
-from factpatch.device import find_device, find_dtype, varying_shapes
+from factpatch.device import find_device, find_dtype, no_cudnn_attention, tensor_core_products
 from factpatch.editors.hypernetwork import Condition, EditBatch, HyperNetwork, WeightNormLinears
 from factpatch.engine import edited
 from factpatch.errors import InputError
@@ -196,6 +196,8 @@ class TrainTimes:
         }
 
 
+@no_cudnn_attention()
+@tensor_core_products()
 def bench_train(
     model: TaskModel,
     edits: int = 128,
@@ -230,7 +232,7 @@ def bench_train(
         way()
     prepared = time.perf_counter() - start
     medians = {name: min(_median(way, model.device, repeats, tick) for way in found) for name, found in ways.items()}
-    recorded = any(learner.graphed.graphs.values())
+    recorded = bool(learner.graphed.graphs)
     return TrainTimes(prepared=prepared, recorded=recorded, factor_bytes=factor_bytes, **medians)
 
 
@@ -272,7 +274,7 @@ def published_step(
 
 def forward_and_back(model: TaskModel, network: Callable[..., Any], rows: Rows) -> None:
     """The rows through the frozen model, and back to the embeddings: what every way of training must do."""
-    with _gradients_start_at_embeddings(model), varying_shapes():
+    with _gradients_start_at_embeddings(model):
         network(**_inputs(model, rows)).logits.float().logsumexp(-1).sum().backward()
 
 

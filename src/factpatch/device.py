@@ -27,6 +27,8 @@ def find_device(name: str | None = None) -> torch.device:
         raise DeviceError(f"{name} was asked for, but this machine has no usable CUDA GPU; use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise DeviceError(f"{name} was asked for, but this machine has {torch.cuda.device_count()} CUDA GPUs")
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # which is what Accelerate takes
     return device
 
 
@@ -39,11 +41,11 @@ def find_dtype(precision: str | None, device: str | None = None) -> torch.dtype:
 
 
 @contextmanager
-def varying_shapes() -> Iterator[None]:
-    """Attention for batches of many shapes.
+def no_cudnn_attention() -> Iterator[None]:
+    """Attention by torch's own kernels.
 
-    cuDNN's kernel, torch's first choice on recent GPUs, plans anew for every shape it meets, which takes some ten
-    milliseconds: far longer than attention itself where lengths vary from batch to batch and from token to token.
+    cuDNN's, torch's first choice on recent GPUs, plans anew for every shape it meets, some ten milliseconds each; and
+    for short texts it is slower even when it has planned.
     """
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         yield
@@ -58,14 +60,3 @@ def tensor_core_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """What would wait for a GPU raises a RuntimeError."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

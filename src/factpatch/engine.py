@@ -108,7 +108,7 @@ class _EditedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, A: Tensor, B: Tensor, output: Tensor, layer: nn.Module) -> Tensor:
         left = _per_edit(x, A) @ A.mT  # (edits, rows·tokens, rank)
-        _per_edit(output, A).baddbmm_(left, B)
+        output.view(len(A), -1, output.shape[-1]).baddbmm_(left, B)
         ctx.mark_dirty(output)
         ctx.save_for_backward(x, A, B, left)
         ctx.layer = layer
@@ -123,8 +123,8 @@ class _EditedLinear(torch.autograd.Function):
         g_x: Tensor | None = None
         if ctx.needs_input_grad[0]:
             weight = ctx.layer.weight if isinstance(ctx.layer, nn.Linear) else ctx.layer.weight.T  # or a Conv1D's
-            g_x = g @ weight
-            _per_edit(g_x, A).baddbmm_(g_left, A)
+            g_x = torch.matmul(g, weight)
+            g_x.view(len(A), -1, A.shape[-1]).baddbmm_(g_left, A)
         g_A = g_left.mT @ _per_edit(x, A) if ctx.needs_input_grad[1] else None
         g_B = left.mT @ per_edit if ctx.needs_input_grad[2] else None
         return g_x, g_A, g_B, None, None

@@ -42,7 +42,7 @@ class Others:
         self.inputs = np.array([normalize(r.input) for r in revisions], dtype=object)
         self.predictions = [normalize(r.prediction) for r in revisions]
         self.answers = [frozenset(map(normalize, r.answers)) for r in revisions]
-        self.known = np.array([bool(answers) for answers in self.answers], dtype=bool)
+        self.has_answers = np.array([bool(answers) for answers in self.answers], dtype=bool)
         self.right = self.matches(self.predictions)
 
     def matches(self, said: Sequence[str]) -> NDArray[np.bool_]:
@@ -66,7 +66,7 @@ def outcome(
     kept = others.inputs != x
     now = [normalize(text) for text in says_others]
     stays = np.array([a == b for a, b in zip(now, others.predictions, strict=True)], dtype=bool)
-    known = kept & others.known
+    known = kept & others.has_answers
     moved = kl_others[kept & stays].tolist() if kl_others is not None else []
 
     def gives_target(texts: Sequence[str]) -> float | None:

@@ -51,8 +51,10 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
-    finally:
-        _leave_the_others()
+    except SystemExit as end:
+        if not end.code:
+            _leave_the_others()
+        raise
 
 
 def _leave_the_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,7 +67,7 @@ def evaluate(
 
     Example: factpatch evaluate --model runs/qa --editor runs/qa-editor/editor --data dev.jsonl --output runs/qa-dev
     """
-    _check_options(method, editor, layers, bound, select)
+    _check_options(method, editor, layers, bound, select, valid, loop)
     check_writable(output)
     with working("loading"):
         from accelerate import PartialState
@@ -90,10 +91,13 @@ def evaluate(
         left = [revision for revision in revisions if revision.id not in edited]
         to_choose_on = list(read_revisions(valid, bad.append if skip_bad else None)) if valid else left
     tried: list[dict[str, Any]] = []
-    if select:
-        chosen, tried = _selected(task_model, method, layers, to_choose_on, seed)
-    else:
-        chosen = _method(task_model, method, editor, layers, bound, loop)
+    # Where no precision is asked for, a GPU multiplies in TF32: float32 with fractions of ten bits.
+    products = tensor_core_products if precision is None else nullcontext
+    with products():
+        if select:
+            chosen, tried = _selected(task_model, method, layers, to_choose_on, seed)
+        else:
+            chosen = _method(task_model, method, editor, layers, bound, loop)
     settings: dict[str, Any] = {
         "method": method,
         "layers": getattr(chosen, "layers", "all"),
@@ -105,7 +109,7 @@ def evaluate(
         "seed": seed,
         "tried": tried,
     }
-    with progress_bar("editing", len(sample)) as bar, tensor_core_products():
+    with progress_bar("editing", len(sample)) as bar, products():
         result = run(chosen, task_model, sample, others, output, settings, lambda n: bar.advance(bar.task_ids[0], n))
     if not is_main_process():
         return
@@ -113,7 +117,9 @@ def evaluate(
     print_json(result) if as_json else show_counts(result, output)
 
 
-def _check_options(method: str, editor: str | None, layers: str, bound: float | None, select: bool) -> None:
+def _check_options(
+    method: str, editor: str | None, layers: str, bound: float | None, select: bool, valid: str | None, loop: int
+) -> None:
     if method not in METHODS:
         raise typer.BadParameter(f"expected one of {', '.join(METHODS)}, found {method!r}", param_hint="--method")
     if (method == "hyper") != (editor is not None):
@@ -128,6 +134,12 @@ def _check_options(method: str, editor: str | None, layers: str, bound: float | 
         raise typer.BadParameter("--layers block needs --select; or name the block")
     if select and method not in ("finetune", "zhu"):
         raise typer.BadParameter("only finetune and zhu have something to --select")
+    if valid and not select:
+        raise typer.BadParameter("--valid is what --select chooses on; give both or neither")
+    if method == "hyper" and layers != "all":
+        raise typer.BadParameter("an editor changes the layers it was trained for; --layers is the baselines'")
+    if method != "hyper" and loop > 1:
+        raise typer.BadParameter("only the method hyper can --loop")
     if select and method == "finetune" and layers != "block":
         raise typer.BadParameter("finetune has only its block to --select: say --layers block")
 

@@ -57,6 +57,8 @@ def fit(
     from factpatch.training import Fit, FitConfig
     from factpatch.training.fit import Status
 
+    if valid and holdout:
+        raise typer.BadParameter("--holdout is a slice of train; with --valid there is none", param_hint="--holdout")
     prepare(seed)
     settings = FitConfig(
         task=task,

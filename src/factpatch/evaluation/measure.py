@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from factpatch.constraints import kl
-from factpatch.device import varying_shapes
+from factpatch.device import no_cudnn_attention
 from factpatch.editors import EditMethod
 from factpatch.engine import edited
 from factpatch.facts import FactEdit, Revision
@@ -39,6 +39,12 @@ def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
 def edit_of(revision: Revision) -> FactEdit:
     """To the likeliest alternative."""
     return FactEdit(x=revision.input, y=revision.prediction, a=revision.alternatives[0])
+
+
+def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
+    """With the model's predictions of now: in another precision, or on another machine, some near ties fall apart."""
+    said = model.predict([revision.input for revision in revisions], cut=True)
+    return [replace(revision, prediction=text) for revision, text in zip(revisions, said, strict=True)]
 
 
 def measure(
@@ -82,19 +88,12 @@ class Examiner:
     """Other inputs to try edits on. What the unedited model makes of them is computed once."""
 
     @torch.no_grad()
-    @varying_shapes()
+    @no_cudnn_attention()
     def __init__(self, model: TaskModel, others: Sequence[Revision], edits: int = 32, scores: bool = False):
-        """`edits` run side by side.
-
-        With `scores`, how far the scores of predictions move is measured too, and predictions are the model's own of
-        now: in another precision, or on another machine, some differ from those in the file.
-        """
+        """`edits` run side by side; with `scores`, how far the scores of predictions move is measured too."""
         self.model = model
         self.scores = scores
         encoded = model.encode([other.input for other in others], model.max_input_tokens)
-        if scores:
-            said = (ranked[0] for ranked in model.rank(encoded, count=1))
-            others = [replace(other, prediction=text) for other, text in zip(others, said, strict=True)]
         self.others = others
         self.known = Others(others)
         targets = model.encode_targets([other.prediction for other in others]) if scores else None
@@ -121,7 +120,7 @@ class Examiner:
         return _Batch(numbers, rows, self.model.features(rows), places // width)
 
     @torch.no_grad()
-    @varying_shapes()
+    @no_cudnn_attention()
     def examine(self, patches: Sequence[Patch], revisions: Sequence[Revision]) -> list[Examined]:
         """What each patch does to its own texts and to all others."""
         own_texts = [[r.input, *r.rephrases, *r.human_rephrases] for r in revisions]

@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from factpatch.editors import BOUNDS, EditMethod, FineTune
 from factpatch.errors import InputError
 from factpatch.evaluation.details import write_details
-from factpatch.evaluation.measure import Examined, Examiner, edit_of, editable, measure
+from factpatch.evaluation.measure import Examined, Examiner, edit_of, editable, measure, predicted_now
 from factpatch.facts import Revision, read_jsonl
 from factpatch.files import ResumableLines, atomic_file
 from factpatch.metrics import Outcome, intervals, summary
@@ -67,7 +67,7 @@ def evaluate(
     if lines:
         lines.keep(shared[0])
     on_done(shared[0])
-    examiner = Examiner(model, others, size, scores=True)
+    examiner = Examiner(model, predicted_now(model, others), size, scores=True)
     for first in range(shared[0] // size, len(batches), state.num_processes):
         mine = first + state.process_index
         found: list[tuple[Revision, Examined]] = []
@@ -92,6 +92,7 @@ def _identity(
 ) -> dict[str, Any]:
     """What a resumed run must share with the one it goes on with."""
     ids = [[revision.id for revision in part] for part in (edits, others)]
+    settings = {key: value for key, value in settings.items() if key != "tried"}
     return {**settings, "fingerprint": model.fingerprint, "dtype": str(model.model.dtype), "ids": ids}
 
 
@@ -137,10 +138,11 @@ def select(
 ) -> tuple[FineTune, list[dict[str, Any]]]:
     """The block (where layers is "block"), then the bound, with the most success + retain; and all that was tried."""
     tried: list[dict[str, Any]] = []
+    others = predicted_now(model, others[:SELECT_INPUTS])
 
     def best_of(choices: Sequence[tuple[str, float | None]]) -> tuple[str, float | None]:
         for block, bound in choices:
-            found = summary(measure(FineTune(block, bound), model, edits[:SELECT_EDITS], others[:SELECT_INPUTS]))
+            found = summary(measure(FineTune(block, bound), model, edits[:SELECT_EDITS], others))
             tried.append({"layers": block, "bound": bound, "success": found["success"], "retain": found["retain"]})
             on_done(1)
         here = tried[-len(choices) :]
@@ -148,6 +150,9 @@ def select(
 
     block = best_of([(name, None) for name in block_names(model.layers)])[0] if layers == "block" else layers
     bound = best_of([(block, bound) for bound in BOUNDS])[1] if bounded else None
+    shared = [(block, bound, tried)]
+    broadcast_object_list(shared)  # near ties may fall differently in other processes
+    block, bound, tried = shared[0]
     return FineTune(block, bound), tried
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from factpatch.device import varying_shapes
+from factpatch.device import no_cudnn_attention
 from factpatch.engine import edited
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit, same
@@ -157,7 +157,7 @@ class TaskModel(ABC):
         return self.rank(encoded, count)
 
     @torch.no_grad()
-    @varying_shapes()
+    @no_cudnn_attention()
     def rank(self, encoded: Sequence[Encoded], count: int = 5) -> list[list[str]]:
         """The same for encoded texts; those of like length share a batch."""
         found: list[list[str]] = [[] for _ in encoded]
@@ -179,7 +179,7 @@ class TaskModel(ABC):
         return self._decide_in_parts(encoded[:half], count) + self._decide_in_parts(encoded[half:], count)
 
     @torch.no_grad()
-    @varying_shapes()
+    @no_cudnn_attention()
     def predict_patched(self, patches: Sequence[Patch], inputs: Sequence[str]) -> list[str]:
         """What the model says to each input under that input's own patch; the weights stay as they are."""
         if len(patches) != len(inputs):

@@ -20,7 +20,8 @@ class AlignedLinear(nn.Linear):
             return super().forward(input)
         state = (weight.data_ptr(), weight.dtype, weight.device, weight._version)
         if self._filled is None or self._filled[0] != state:
-            self._filled = (state, fill(weight), None if self.bias is None else fill(self.bias))
+            with torch.inference_mode(False):
+                self._filled = (state, fill(weight), None if self.bias is None else fill(self.bias))
         return F.linear(input, *self._filled[1:])[..., : len(weight)]
 
 

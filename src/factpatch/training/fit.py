@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from factpatch.data.records import Counts, Record, source_hash
-from factpatch.device import varying_shapes
+from factpatch.device import no_cudnn_attention
 from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize
 from factpatch.files import atomic_folder
@@ -196,7 +196,7 @@ class Fit:
         network.eval().requires_grad_(False)
         return True
 
-    @varying_shapes()
+    @no_cudnn_attention()
     def _step(self, batch: list[Example], optimizer: torch.optim.Optimizer) -> Tensor:
         """One update. Each process takes its share of the batch; summed gradients are those of the whole."""
         self.model.model.train()

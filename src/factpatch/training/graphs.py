@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from factpatch.device import no_waiting
-
 MOST_GRAPHS = 8  # sets of shapes that are recorded; batches of others run kernel by kernel
 
 Tensors = tuple[Tensor, ...]
+Shapes = tuple[torch.Size, ...]
 
 
 class Graphed:
@@ -25,45 +24,55 @@ class Graphed:
 
     def __init__(self, function: Callable[[Any], Tensors], enabled: bool = True):
         self.function = function
-        self.enabled = enabled
-        self.graphs: dict[tuple[torch.Size, ...], _Graph | None] = {}  # None: seen once
+        self.most = MOST_GRAPHS if enabled else 0
+        self.seen: set[Shapes] = set()
+        self.graphs: dict[Shapes, _Graph] = {}
+        self.stream: torch.cuda.Stream | None = None  # one for all graphs, so that they can share memory
         self.unrecordable = ""  # why, where it is
 
     def __call__(self, batch: Any) -> Tensors:
         tensors = tensors_of(batch)
+        if tensors[0].device.type != "cuda":
+            return self.function(batch)
         shapes = tuple(tensor.shape for tensor in tensors)
-        if tensors[0].device.type != "cuda" or self.unrecordable or not self.enabled:
-            return self.function(batch)
-        if shapes not in self.graphs:
-            if len(self.graphs) < MOST_GRAPHS:
-                self.graphs[shapes] = None
-            return self.function(batch)
-        graph = self.graphs[shapes] or self._record(batch)
-        if graph is None:
-            return self.function(batch)
-        self.graphs[shapes] = graph
-        return graph.run(tensors)
+        if shapes in self.seen and shapes not in self.graphs and len(self.graphs) < self.most:
+            self._record(shapes, batch)
+        self.seen.add(shapes)
+        graph = self.graphs.get(shapes)
+        return graph.run(tensors) if graph else self.function(batch)
 
-    def _record(self, batch: Any) -> _Graph | None:
-        pool = next((graph.graph.pool() for graph in self.graphs.values() if graph), None)  # one for all: none overlap
+    def release(self) -> bool:
+        """Gives the graphs' memory back and records no more; whether there was any."""
+        had = bool(self.graphs)
+        self.most = 0
+        self.graphs.clear()
+        torch.cuda.empty_cache()
+        return had
+
+    def _record(self, shapes: Shapes, batch: Any) -> None:
+        before = torch.cuda.current_stream()
+        self.stream = self.stream or torch.cuda.Stream()
+        pool = next((graph.graph.pool() for graph in self.graphs.values()), None)
         torch.cuda.empty_cache()
         try:
-            return _Graph(self.function, batch, pool)
-        except RuntimeError as error:  # out of memory is one, too
-            self.unrecordable = str(error).splitlines()[0]
-            self.graphs.clear()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            return None
+            self.graphs[shapes] = _Graph(self.function, batch, self.stream, pool)
+            return
+        except torch.cuda.OutOfMemoryError:
+            self.most = len(self.graphs)
+        except RuntimeError as error:
+            self.most, self.unrecordable = 0, str(error).splitlines()[0]
+        torch.cuda.set_stream(before)  # a recording that fails leaves its own behind
+        torch.cuda.synchronize()
+        if self.unrecordable:
+            self.release()
 
 
 class _Graph:
-    def __init__(self, function: Callable[[Any], Tensors], batch: Any, pool: Any):
+    def __init__(self, function: Callable[[Any], Tensors], batch: Any, stream: torch.cuda.Stream, pool: Any):
         batch = _copied(batch)
         self.inputs = tensors_of(batch)
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), no_waiting():
+        with torch.cuda.stream(stream):
             function(batch)  # sets up what this stream's libraries need, which must not happen while recording
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from factpatch.constraints import kl, lp
 from factpatch.deltas import Delta, LowRank, add
-from factpatch.device import varying_shapes
+from factpatch.device import no_cudnn_attention, tensor_core_products
 from factpatch.editors import HyperNetwork
 from factpatch.engine import edited
 from factpatch.models import Rows, TaskModel
@@ -93,7 +93,8 @@ class Objective:
 
 
 @torch.no_grad()
-@varying_shapes()
+@no_cudnn_attention()
+@tensor_core_products()
 def unedited_outputs(
     model: TaskModel, table: RevisionTable, on_share: Callable[[float], object] = lambda share: None
 ) -> Tensor | None:

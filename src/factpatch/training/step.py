@@ -8,10 +8,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from factpatch.device import tensor_core_products, varying_shapes
+from factpatch.device import no_cudnn_attention, tensor_core_products
 from factpatch.editors import HyperNetwork
 from factpatch.training.config import TrainConfig
-from factpatch.training.graphs import Graphed
+from factpatch.training.graphs import Graphed, Tensors
 from factpatch.training.lagrangian import Lagrangian
 from factpatch.training.objective import Objective
 from factpatch.training.run import sum_gradients
@@ -42,19 +42,16 @@ class Learner:
             self.optimizer = torch.optim.RMSprop(groups, lr=config.lr, centered=True)
         self.graphed = Graphed(self._gradients, enabled=config.graphs)
 
-    @varying_shapes()
+    @no_cudnn_attention()
     @tensor_core_products()
     def step(self, batches: Sequence[StepBatch]) -> Tensor:
         """One update from all the batches that make it up, in this process and in others.
 
         Returns the loss, each constraint and the gradient's norm, still on the device: (2 + constraints,).
         """
-        if len(batches) == 1:
-            figures, *gradients = self.graphed(batches[0])
-        else:
-            figures, *gradients = self._gradients(batches[0])
-            for batch in batches[1:]:
-                torch._foreach_add_([figures, *gradients], self._gradients(batch))  # pyright: ignore
+        for parameter in self.parameters:
+            parameter.grad = None
+        figures, *gradients = self._summed(batches)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         sum_gradients(self.accelerator, self.parameters)
@@ -69,7 +66,17 @@ class Learner:
         self.lagrangian.clamp()
         return torch.cat([figures, norm[None]])
 
-    def _gradients(self, batch: StepBatch) -> tuple[Tensor, ...]:
+    def _summed(self, batches: Sequence[StepBatch]) -> Tensors:
+        """Over all batches; a process without edits of its own has none."""
+        if len(batches) == 1:
+            return self.graphed(batches[0])
+        figures = torch.zeros(1 + len(self.config.constraints), device=self.accelerator.device)
+        sums = (figures, *map(torch.zeros_like, self.parameters))
+        for batch in batches:
+            torch._foreach_add_(sums, self._gradients(batch))  # pyright: ignore (torch exports it to nobody)
+        return sums
+
+    def _gradients(self, batch: StepBatch) -> Tensors:
         """The loss and each constraint, (1 + constraints,); then the gradient of each of the editor's parameters."""
         measured = self.objective(self.editor, batch)
         whole = measured.loss + self.lagrangian.penalty(measured.constraints)

@@ -24,8 +24,8 @@ from factpatch.training.config import TrainConfig
 
 Numbers = NDArray[np.int64]
 
-# On a GPU, widths are rounded up to multiples of these: a step's kernels are recorded once for each set of shapes.
-TEXT_STEP, TARGET_STEP, PLACE_STEP = 16, 4, 512
+# Where steps are recorded, once for each set of shapes, widths are rounded up to multiples of these.
+TEXT_STEP, TARGET_STEP = 16, 4
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RevisionTable:
     def __init__(self, model: TaskModel, revisions: Sequence[Revision], config: TrainConfig):
         self.config = config
         self.device = model.device
-        self.few_shapes = model.device.type == "cuda"
+        self.few_shapes = model.device.type == "cuda" and config.graphs and config.split == 1
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a step lies in one epoch or at the border of two
         wanted = [revision.alternatives for revision in teachable(model, revisions)]
         self.editable = np.array([i for i, texts in enumerate(wanted) if texts], dtype=np.int64)
@@ -222,7 +222,7 @@ class RevisionTable:
 
     def _filled(self, targets: Targets, places: Tensor) -> tuple[Targets, Tensor]:
         """Where few shapes are wanted, with places added that count nothing."""
-        missing = -len(places) % PLACE_STEP
+        missing = -len(places) % max(1, 2 ** len(places).bit_length() // 8)
         if not self.few_shapes or self.classes or not missing:
             return targets, places
         filled = Targets(

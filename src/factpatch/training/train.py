@@ -199,6 +199,8 @@ class Train:
                 self._say_once(self.learner.graphed.unrecordable)
                 return
             except torch.cuda.OutOfMemoryError:
+                if self.learner.graphed.release():
+                    continue
                 if self.parts >= len(mine):
                     raise TrainingError(
                         "one edit alone does not fit into the GPU's memory; lower rows or max_tokens"
@@ -354,7 +356,7 @@ class Train:
 
 
 def _score(found: dict[str, Any]) -> float:
-    """What the best editor has the most of: the mean of success and retain."""
+    """What the best editors have the most of; the latest of those that cannot be told apart is kept."""
     return (found["success"] + (found["retain"] or 0.0)) / 2
 
 
