@@ -297,24 +297,28 @@ def test_a_step_that_does_not_fit_is_split(
 
 
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    """An odd number of edits, so that their shares differ."""
-    models = {"checker": fact_checker(tmp_path / "checker"), "answerer": answerer(tmp_path / "answerer")}
+    """An odd number of edits, so that their shares differ; and a single one, which leaves one process without."""
     from factpatch.training.config import config_to_json
 
     config = replace(QUICK, edits=5, steps=5, validations=2, optimizer="adam")
-    runs = []
-    for name, folder in models.items():
+    runs = {
+        "checker": (fact_checker(tmp_path / "checker"), config),
+        "answerer": (answerer(tmp_path / "answerer"), config),
+        "single": (tmp_path / "checker", replace(config, edits=1)),
+    }
+    arguments = {}
+    for name, (folder, settings) in runs.items():
         data = write_revisions(tmp_path / f"{name}.jsonl", load_model(folder, "cpu"), 40)
-        runs.append((config_to_json(config), str(folder), str(tmp_path / f"{name}-2"), str(data)))
+        arguments[name] = (config_to_json(settings), str(folder), str(tmp_path / f"{name}-2"), str(data))
     (tmp_path / "driver.py").write_text(DRIVER)
-    run_in_two_processes(tmp_path / "driver.py", *map(json.dumps, runs))
-    for (name, folder), (_, _, two, data) in zip(models.items(), runs, strict=True):
-        one = tmp_path / f"{name}-1"
-        start(config, folder, one).run(data)
-        of_one, of_two = editor_weights(one / "last"), editor_weights(Path(two) / "last")
+    run_in_two_processes(tmp_path / "driver.py", *map(json.dumps, arguments.values()))
+    for name, (folder, settings) in runs.items():
+        one, two = tmp_path / f"{name}-1", tmp_path / f"{name}-2"
+        start(settings, folder, one).run(arguments[name][3])
+        of_one, of_two = editor_weights(one / "last"), editor_weights(two / "last")
         for key, tensor in of_one.items():
             torch.testing.assert_close(of_two[key], tensor, rtol=1e-3, atol=2e-5)
-        for ours, theirs in zip(figures(one), figures(Path(two)), strict=True):
+        for ours, theirs in zip(figures(one), figures(two), strict=True):
             for key in ("loss", "kl", "gradient_norm", "kl_multiplier"):
                 assert theirs[key] == pytest.approx(ours[key], rel=1e-3)
             assert theirs["success"] == pytest.approx(ours["success"])
