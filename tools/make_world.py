@@ -7,6 +7,7 @@ that the same machine makes the same files.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import shutil
@@ -88,6 +89,7 @@ def main() -> None:
     ):
         shutil.rmtree(place, ignore_errors=True)
         in_half(source, place, name)
+        print(f"{name}: {fingerprint(place / name)}")
     for left_over in ("fit.json", "metrics.jsonl"):
         (MODEL / left_over).unlink(missing_ok=True)
     size = sum(file.stat().st_size for place in (MODEL, EDITOR) for file in place.iterdir())
@@ -226,6 +228,15 @@ def in_half(source: Path, place: Path, weights: str) -> None:
         for name, tensor in load_file(source / weights).items()
     }
     save_file(tensors, place / weights, metadata={"format": "pt"})
+
+
+def fingerprint(weights: Path) -> str:
+    """sha256 of the tensors by name; the order in which a file has them means nothing."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_file(weights).items()):
+        digest.update(name.encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def run(command: str, *options: object) -> None:
