@@ -133,9 +133,8 @@ def test_wrong_usage_is_exit_2(edit, run) -> None:
 
 
 def test_help_has_a_runnable_example() -> None:
-    for command in "edit,demo,split,fit,paraphrase,revise,train,evaluate,report,patch show,patch apply,bench edit,bench train,bench evaluate".split(
-        ","
-    ):
+    data = "demo,split,fit,paraphrase,revise,train,evaluate,report,edit"
+    for command in f"{data},patch show,patch apply,bench edit,bench train,bench evaluate".split(","):
         shown = subprocess.run(
             [sys.executable, "-m", "factpatch", *command.split(), "--help"], capture_output=True, text=True, check=True
         )

@@ -45,7 +45,7 @@ def test_outdated_facts_are_asked_in_trained_words_and_checked_in_new_ones(model
     known = {fact.id: fact for fact in world.facts()}
     for revision in demo.outdated(model):
         fact = known[revision.id]
-        assert revision.input == fact.questions[0]
+        assert revision.input == fact.questions[0] == demo.question_of(fact)
         assert list(revision.human_rephrases) == fact.held_out
         assert not same(revision.prediction, revision.alternatives[0])
 

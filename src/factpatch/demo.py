@@ -60,13 +60,7 @@ def demonstrate(
 
 def outdated(model: TaskModel) -> list[Revision]:
     """Every change since 2018 that the model does not know of, with wordings it has never seen."""
-    changes = world.changes()
-    said = model.predict([change.fact.questions[0] for change in changes])
-    return [
-        _revision(change.fact, change.fact.questions[0], prediction, change.answer)
-        for change, prediction in zip(changes, said, strict=True)
-        if not same(prediction, change.answer)
-    ]
+    return _to_change(model, [(change.fact, change.answer) for change in world.changes()])
 
 
 def counterfactual(model: TaskModel, count: int, seed: int) -> list[Revision]:
@@ -75,14 +69,8 @@ def counterfactual(model: TaskModel, count: int, seed: int) -> list[Revision]:
     answers: dict[str, list[str]] = {}
     for fact in world.facts():
         answers.setdefault(fact.relation, []).append(fact.answer)
-    found: list[Revision] = []
-    sample = chance.sample(world.facts(), len(world.facts()))
-    questions = [chance.choice(fact.questions) for fact in sample[: 2 * count]]
-    for fact, question, said in zip(sample, questions, model.predict(questions), strict=False):
-        others = sorted({answer for answer in answers[fact.relation] if not same(answer, said)})
-        if others and len(found) < count:
-            found.append(_revision(fact, question, said, chance.choice(others)))
-    return found
+    sample = chance.sample(world.facts(), min(2 * count, len(world.facts())))
+    return _to_change(model, [(fact, chance.choice(answers[fact.relation])) for fact in sample])[:count]
 
 
 def own_fact(model: TaskModel, question: str, answer: str) -> tuple[Revision, bool]:
@@ -95,19 +83,26 @@ def own_fact(model: TaskModel, question: str, answer: str) -> tuple[Revision, bo
 
 
 def other_facts(model: TaskModel, seed: int, count: int | None = OTHERS) -> list[Revision]:
-    """Facts that have not changed, each in one wording, with what the model says to it."""
-    chance = random.Random(seed)
-    changed = {change.fact.id for change in world.changes()}
-    unchanged = [fact for fact in world.facts() if fact.id not in changed]
-    sample = unchanged if count is None else chance.sample(unchanged, min(count, len(unchanged)))
-    questions = [chance.choice(fact.questions) for fact in sample]
-    said = model.predict(questions)
+    """Facts, all or a sample, with what the model says to each in the one wording that it is always asked in here."""
+    facts = world.facts()
+    sample = facts if count is None else random.Random(seed).sample(facts, min(count, len(facts)))
+    said = model.predict([question_of(fact) for fact in sample])
     return [
-        Revision(fact.id, question, prediction, (), (), (), (fact.answer,))
-        for fact, question, prediction in zip(sample, questions, said, strict=True)
+        Revision(fact.id, question_of(fact), prediction, (), (), (), (fact.answer,))
+        for fact, prediction in zip(sample, said, strict=True)
     ]
 
 
-def _revision(fact: world.Fact, question: str, prediction: str, target: str) -> Revision:
-    """Held-out wordings stand in for human paraphrases."""
-    return Revision(fact.id, question, prediction, (target,), (), tuple(fact.held_out), (fact.answer,))
+def question_of(fact: world.Fact) -> str:
+    """The same for an edit of the fact and for the fact as another's bystander, so that no edit is its own."""
+    return fact.questions[0] if fact.id in world.changed() else random.Random(fact.id).choice(fact.questions)
+
+
+def _to_change(model: TaskModel, wanted: Sequence[tuple[world.Fact, str]]) -> list[Revision]:
+    """Those that the model does not say already. Held-out wordings stand in for human paraphrases."""
+    said = model.predict([question_of(fact) for fact, _ in wanted])
+    return [
+        Revision(fact.id, question_of(fact), prediction, (target,), (), tuple(fact.held_out), (fact.answer,))
+        for (fact, target), prediction in zip(wanted, said, strict=True)
+        if not same(prediction, target)
+    ]
