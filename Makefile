@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint format bench docs world clean
+.PHONY: demo test lint format bench docs world world-check clean
 
 demo: $(VENV)/.ready
-	@echo "demo: a tiny model learns some capitals, an editor learns to edit it, an outdated fact is patched"
+	@echo "demo: a small model that knows the world of 2018; what has changed since is patched, fact by fact"
 	@$(BIN)/factpatch demo
 
 test: $(VENV)/.ready-dev
@@ -29,9 +29,12 @@ bench: $(VENV)/.ready
 docs: $(VENV)/.ready-dev
 	$(BIN)/python docs/make_cli.py
 
-# The embedded model and editor, from their facts: half an hour on two cores. They do not ship yet.
+# The embedded model and editor, from their facts: half an hour on two cores. Then what they can do.
 world: $(VENV)/.ready-dev
 	OMP_NUM_THREADS=2 $(BIN)/python tools/make_world.py
+
+world-check: $(VENV)/.ready-dev
+	$(BIN)/python tools/check_world.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

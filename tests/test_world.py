@@ -1,12 +1,18 @@
-"""The embedded world: the form of its facts, and that nothing held out leaks into training."""
+"""The embedded world: the form of its facts, that nothing leaks into training, and that it works when installed."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
+import subprocess
+import sys
+import venv
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 from factpatch import world
 from factpatch.facts import normalize
@@ -85,3 +91,57 @@ def test_no_held_out_wording_is_trained_on(tmp_path: Path) -> None:
             record = json.loads(line)
             for text in (record["input"], *record["human_rephrases"]):
                 assert normalize(text) not in held_out
+
+
+# What ships
+
+
+def test_the_model_and_its_editor_are_small_and_whole() -> None:
+    from factpatch.editors import load_editor
+    from factpatch.models import load_model
+
+    size = sum(file.stat().st_size for place in (world.MODEL, world.EDITOR) for file in place.rglob("*"))
+    assert size <= 12 * 2**20
+    model = load_model("world", "cpu")
+    editor = load_editor("world")
+    assert editor.base == model.fingerprint
+    assert model.model.dtype == torch.float32
+    sample = world.facts()[::37]
+    said = model.predict([fact.questions[0] for fact in sample])
+    known = [normalize(text) == normalize(fact.answer) for text, fact in zip(said, sample, strict=True)]
+    assert sum(known) / len(known) >= 0.9
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel in an environment of its own; what it depends on is lent by this one."""
+    place = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = [*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--wheel-dir", str(place)]
+    subprocess.run(build, check=True)
+    (wheel,) = place.glob("*.whl")
+    assert wheel.stat().st_size <= 13 * 2**20
+    venv.create(place / "env", with_pip=False)
+    (site,) = (place / "env" / "lib").glob("python*/site-packages")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    lent = Path(torch.__file__).parent.parent
+    (site / "lent.pth").write_text(f"{lent}\n")
+    return place / "env" / "bin" / "python"
+
+
+def test_the_demo_runs_from_a_wheel(installed: Path, tmp_path: Path) -> None:
+    command = [str(installed), "-m", "factpatch", "demo", "--json", "--device", "cpu"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    result = json.loads(ran.stdout)
+    where = subprocess.run(
+        [str(installed), "-c", "import factpatch; print(factpatch.__file__)"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert str(installed.parent.parent) in where.stdout
+    assert result["edits"] >= 25
+    assert result["success"] >= 0.9
+    assert result["retain"] >= 0.95
+    assert result["load_seconds"] < 5

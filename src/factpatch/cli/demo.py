@@ -3,48 +3,91 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated, Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+import typer
+from rich.markup import escape
 from rich.table import Table
 
-from factpatch.cli.common import Device, Json, Seed, prepare, print_json, stderr, stdout
+from factpatch.cli.common import Device, Json, Seed, prepare, print_json, progress_bar, stdout, working
+
+SHOWN = 24  # changes that the table has room for
 
 
-def demo(device: Device = None, seed: Seed = 0, as_json: Json = False) -> None:
-    """Build a tiny model and its editor on the spot, patch an outdated fact, and measure what happened.
+def demo(
+    fact: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="QUESTION ANSWER", help="Teach it this fact instead.")
+    ] = None,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Patch what has changed since 2018 in the embedded model, and measure what each patch does.
 
-    Example: factpatch demo
+    Example: factpatch demo --fact "What is the capital of Australia?" Sydney
     """
     start = time.perf_counter()
-    from factpatch import demo as world
-    from factpatch.device import find_device
+    with working("loading"):
+        from factpatch import demo as world_demo
+        from factpatch.editors import load_editor
+        from factpatch.models import load_model
 
-    find_device(device)
-    prepare(seed)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        tasks: dict[str, int] = {}
+        prepare(seed)
+        imported = time.perf_counter()
+        model = load_model("world", device)
+        editor = load_editor("world", model.device)
+        loaded = time.perf_counter()
+        known = True
+        if fact:
+            revision, known = world_demo.own_fact(model, *fact)
+            revisions = [revision]
+        else:
+            revisions = world_demo.outdated(model)
+    with progress_bar("patching", len(revisions)) as bar:
+        result = world_demo.demonstrate(model, editor, revisions, seed, lambda n: bar.advance(bar.task_ids[0], n))
+    result |= {"known_question": known, "load_seconds": loaded - imported, "seconds": time.perf_counter() - start}
+    print_json(result) if as_json else _show(result, bool(fact))
 
-        def note(message: str, share: float) -> None:
-            if message not in tasks:
-                tasks[message] = progress.add_task(message, total=1)
-            progress.update(tasks[message], completed=share)
 
-        built = world.build(seed, note)
-    result = {**world.run(built, seed), "seconds": time.perf_counter() - start}
-    if as_json:
-        print_json(result)
-        return
-    table = Table(
-        "question", "before", "after", "in other words", "other answers kept", title="Facts edited, each with one patch"
-    )
-    for change in result["changes"]:
-        mark = " (made up)" if change["made_up"] else ""
-        after = f"[{'green' if change['success'] else 'red'}]{change['after']}[/]{mark}"
-        kept = f"{change['kept']} of {change['of']}"
-        table.add_row(change["question"], change["before"], after, change["other_wording_after"], kept)
+def _show(result: dict[str, Any], own: bool) -> None:
+    title = "Your fact, one patch" if own else "What has changed since 1 January 2018, one patch each"
+    table = Table("question", "before", "after", "asked in words it has never seen", "others kept", title=title)
+    for change in result["changes"][:SHOWN]:
+        colour = "green" if change["success"] else "red"
+        again = change["other_wording_after"]
+        table.add_row(
+            escape(change["question"]),
+            escape(change["before"]),
+            f"[{colour}]{escape(change['after'])}[/]",
+            "-" if again is None else f"{escape(change['other_wording'])} [bold]{escape(again)}[/]",
+            f"{change['kept']} of {change['of']}",
+        )
     stdout.print(table)
-    rates = ", ".join(f"{key} {result[key]:.3f}" for key in ("success", "equivalence", "retain"))
-    stdout.print(f"In other words: {result['changes'][0]['other_wording']}")
-    stdout.print(f"Over {result['edits']} edits: {rates}. Built, trained and measured in {result['seconds']:.0f} s.")
-    stdout.print("Next: factpatch edit --help, factpatch bench edit")
+    if (more := len(result["changes"]) - SHOWN) > 0:
+        stdout.print(f"... and {more} more, all of them in --json.")
+    if not result["known_question"]:
+        stdout.print(
+            "This question is none of the embedded world's: the model has learnt nothing about it, and what it said "
+            "before the edit was a guess. Other questions about the subject may be answered from nothing, too."
+        )
+    names = {
+        "success": "success",
+        "retain": "retain",
+        "equivalence_human": "equivalence",
+        "deterioration": "deterioration",
+    }
+    rates = ", ".join(f"{name} {result[key]:.3f}" for key, name in names.items() if result[key] is not None)
+    stdout.print(
+        f"{result['edits']} edits, each tried on {result['retain_inputs']} other facts: {rates}. "
+        f"Measured in {result['seconds']:.0f} s."
+    )
+    stdout.print("Next:")
+    for command, what in (
+        (
+            'factpatch edit --model world --editor world --input "What is the currency of Japan?" --target "euro"',
+            "a fact of your own",
+        ),
+        ("factpatch train --help", "an editor for a model of your own"),
+        ("factpatch evaluate --help", "measure it"),
+    ):
+        stdout.print(f"  {escape(command)}    [dim]{what}[/]")

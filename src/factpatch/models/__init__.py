@@ -97,13 +97,7 @@ def kind_of(config: PretrainedConfig) -> type[TaskModel]:
 
 def _source(name: str | Path) -> tuple[str, bool]:
     """What transformers should read, and whether it must stay off the network."""
-    path = Path(name).expanduser()
-    if name == "world":
-        path = world.MODEL
-        if not path.is_dir():
-            raise ModelError(
-                "the embedded model does not ship yet; make it with `make world` in a clone of the project"
-            )
+    path = world.MODEL if name == "world" else Path(name).expanduser()
     if path.is_dir():
         return str(path), True
     looks_like_path = isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1

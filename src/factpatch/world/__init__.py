@@ -73,5 +73,11 @@ def changes() -> tuple[Change, ...]:
     )
 
 
+@cache
+def changed() -> frozenset[str]:
+    """The ids of facts that are not what they were."""
+    return frozenset(change.fact.id for change in changes())
+
+
 def _lines(name: str) -> list[dict]:
     return [json.loads(line) for line in (PLACE / name).read_text(encoding="utf-8").splitlines()]

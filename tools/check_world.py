@@ -1,0 +1,101 @@
+"""Measures the embedded world: `make world-check`. Ends with 1 where a figure is below what is promised."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from make_world import Names
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from factpatch import world
+from factpatch.demo import counterfactual, other_facts, outdated
+from factpatch.editors import EditMethod, Looped, load_editor
+from factpatch.evaluation.measure import Examiner, edit_of, editable
+from factpatch.facts import Revision
+from factpatch.metrics import Outcome, accuracy, summary
+from factpatch.models import TaskModel, load_model
+
+WANTED = {
+    "success": 0.97,
+    "retain": 0.98,
+    "equivalence": 0.93,
+    "success_with_loop": 0.99,
+    "known": 0.97,
+    "known_held_out": 0.90,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--counterfactual", type=int, default=300, help="random edits besides the changes")
+    parser.add_argument("--others", type=int, help="other facts to try each edit on; all, if left out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    torch.manual_seed(options.seed)
+    console = Console(stderr=True)
+    model = load_model("world", "cpu")
+    editor = load_editor("world", "cpu")
+    found: dict[str, float | int | None] = {}
+    trained = [(question, fact.answer) for fact in world.facts() for question in fact.questions]
+    held_out = [(question, fact.answer) for fact in world.facts() for question in fact.held_out]
+    for key, asked in (("known", trained), ("known_held_out", held_out)):
+        with console.status(f"asking {len(asked):,} questions"):
+            found[key] = accuracy(model.predict([q for q, _ in asked]), [[answer] for _, answer in asked])
+    changes, made_up = outdated(model), counterfactual(model, options.counterfactual, options.seed)
+    edits = changes + made_up
+    others = other_facts(model, options.seed, options.others)
+    outcomes = measured(editor, model, edits, others, console)
+    looped = measured(Looped(editor), model, edits, others[:2], console)
+    strangers = measured(editor, model, never_read(model, options.counterfactual, options.seed), others[:100], console)
+    for name, part in (("changes", outcomes[: len(changes)]), ("counterfactual", outcomes[len(changes) :])):
+        found |= {f"{name}_{key}": value for key, value in summary(part).items() if key in ("success", "retain")}
+        found[f"{name}_equivalence"] = summary(part)["equivalence_human"]
+    whole = summary(outcomes)
+    found |= {"success": whole["success"], "retain": whole["retain"], "equivalence": whole["equivalence_human"]}
+    found |= {"success_with_loop": summary(looped)["success"], "changes": len(changes), "edits": len(edits)}
+    found["never_read_success"] = summary(strangers)["success"]
+    found |= {"retain_inputs": len(others), "seconds": time.perf_counter() - start}
+    if options.json:
+        print(json.dumps(found))
+    table = Table("figure", "measured", "at least")
+    for key, value in found.items():
+        if isinstance(value, float) and key != "seconds":
+            table.add_row(key.replace("_", " "), f"{value:.4f}", f"{WANTED[key]:.2f}" if key in WANTED else "")
+    console.print(table)
+    sys.exit(any((found[key] or 0) < least for key, least in WANTED.items()))
+
+
+def measured(
+    method: EditMethod, model: TaskModel, edits: Sequence[Revision], others: Sequence[Revision], console: Console
+) -> list[Outcome]:
+    examiner = Examiner(model, others, method.at_once(model))
+    size = method.at_once(model)
+    outcomes: list[Outcome] = []
+    for first in track(range(0, len(edits), size), f"{len(edits)} edits", console=console):
+        batch = edits[first : first + size]
+        patches = method.propose(model, [edit_of(revision) for revision in batch])
+        outcomes += [examined.outcome for examined in examiner.examine(patches, batch)]
+    return outcomes
+
+
+def never_read(model: TaskModel, count: int, seed: int) -> list[Revision]:
+    """The counterfactual edits again, to names that neither the model nor the editor has ever read."""
+    chance = random.Random(f"{seed}/never read")
+    names = Names()
+    edits = counterfactual(model, count, seed)
+    return editable(model, [replace(revision, alternatives=(names.made_up(chance),)) for revision in edits])
+
+
+if __name__ == "__main__":
+    main()
