@@ -29,7 +29,7 @@ bench: $(VENV)/.ready
 docs: $(VENV)/.ready-dev
 	$(BIN)/python docs/make_cli.py
 
-# The embedded model and editor, from their facts: half an hour on two cores. Then what they can do.
+# The embedded model and editor, from their facts: under half an hour on two cores. Then what they can do.
 world: $(VENV)/.ready-dev
 	OMP_NUM_THREADS=2 $(BIN)/python tools/make_world.py
 

@@ -76,7 +76,7 @@ def test_the_command(run: Callable[..., Ran]) -> None:
     assert ran.code == 0
     said = " ".join(ran.out.split())
     assert "none of the embedded world's" in said
-    assert "each tried on 100 other facts" in said
+    assert f"each tried on {demo.OTHERS} other facts" in said
     result = run("demo", "--fact", "What is the capital of Kenya?", "Mombasa", "--device", "cpu", "--json").json
     assert result.keys() >= {
         "success",

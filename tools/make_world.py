@@ -227,6 +227,7 @@ def in_half(source: Path, place: Path, weights: str) -> None:
         for name, tensor in load_file(source / weights).items()
     }
     save_file(tensors, place / weights, metadata={"format": "pt"})
+    (place / weights).chmod(0o644)
 
 
 def fingerprint(weights: Path) -> str:

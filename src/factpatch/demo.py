@@ -13,7 +13,7 @@ from factpatch.facts import FactEdit, Revision, normalize, same
 from factpatch.metrics import Outcome, summary
 from factpatch.models import TaskModel
 
-OTHERS = 100  # other facts that each patch is tried on
+OTHERS = 40  # other facts that each patch is tried on
 
 
 def demonstrate(
@@ -32,13 +32,8 @@ def demonstrate(
     for start in range(0, len(revisions), size):
         batch = revisions[start : start + size]
         patches = editor.propose(model, [edit_of(revision) for revision in batch])
-        wordings = [revision.human_rephrases[0] if revision.human_rephrases else "" for revision in batch]
-        in_other_words = model.predict_patched(
-            patches, [text or r.input for text, r in zip(wordings, batch, strict=True)]
-        )
-        for revision, examined, wording, said in zip(
-            batch, examiner.examine(patches, batch), wordings, in_other_words, strict=True
-        ):
+        for revision, examined in zip(batch, examiner.examine(patches, batch), strict=True):
+            wording = next(iter(revision.human_rephrases), None)
             outcomes.append(examined.outcome)
             kept = [same(text, other.prediction) for text, other in zip(examined.says_others, others, strict=True)]
             changes.append(
@@ -46,10 +41,10 @@ def demonstrate(
                     "question": revision.input,
                     "before": revision.prediction,
                     "target": revision.alternatives[0],
-                    "after": examined.says,
+                    "after": examined.says[revision.input],
                     "success": examined.outcome.success,
-                    "other_wording": wording or None,
-                    "other_wording_after": said if wording else None,
+                    "other_wording": wording,
+                    "other_wording_after": examined.says[wording] if wording else None,
                     "kept": sum(kept),
                     "of": len(kept),
                 }

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from factpatch.cli.common import Device, Json, Seed, prepare, print_json, progress_bar, stdout, working
 
-SHOWN = 24  # changes that the table has room for
+SHOWN = 30  # changes that the table has room for
 
 
 def demo(
@@ -51,20 +51,22 @@ def demo(
 
 def _show(result: dict[str, Any], own: bool) -> None:
     title = "Your fact, one patch" if own else "What has changed since 1 January 2018, one patch each"
-    table = Table("question", "before", "after", "asked in words it has never seen", "others kept", title=title)
+    widths = {"question": 5, "before": 3, "after": 3, "in new words": 3, "others kept": 2}
+    table = Table(*(Column(name, ratio=ratio) for name, ratio in widths.items()), title=title, expand=True)
     for change in result["changes"][:SHOWN]:
         colour = "green" if change["success"] else "red"
-        again = change["other_wording_after"]
         table.add_row(
             escape(change["question"]),
             escape(change["before"]),
             f"[{colour}]{escape(change['after'])}[/]",
-            "-" if again is None else f"{escape(change['other_wording'])} [bold]{escape(again)}[/]",
+            escape(change["other_wording_after"] or "-"),
             f"{change['kept']} of {change['of']}",
         )
     stdout.print(table)
     if (more := len(result["changes"]) - SHOWN) > 0:
         stdout.print(f"... and {more} more, all of them in --json.")
+    if wording := result["changes"][0]["other_wording"]:
+        stdout.print(f"In new words, which neither the model nor the editor was trained on: {escape(wording)}")
     if not result["known_question"]:
         stdout.print(
             "This question is none of the embedded world's: the model has learnt nothing about it, and what it said "

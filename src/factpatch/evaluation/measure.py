@@ -69,7 +69,7 @@ class Examined:
     """One edit, looked at."""
 
     outcome: Outcome
-    says: str  # to x
+    says: dict[str, str]  # to x and its paraphrases
     says_others: list[str]
     scores: NDArray[np.float32] | None  # of the other inputs' original predictions, where asked for
 
@@ -140,7 +140,7 @@ class Examiner:
             says_others = [said[i] for i in self.place]
             target = patches[e].edits[0].a
             result = outcome(revision, target, says, self.known, says_others, None if moved is None else moved[e])
-            found.append(Examined(result, says[revision.input], says_others, None if scores is None else scores[e]))
+            found.append(Examined(result, says, says_others, None if scores is None else scores[e]))
         return found
 
     def _ask(self, batch: _Batch, edits: int) -> tuple[list[list[str]], Tensor | None, Tensor | None]:

@@ -102,7 +102,7 @@ def _line(revision: Revision, examined: Examined) -> str:
         "input": revision.input,
         "prediction": revision.prediction,
         "target": revision.alternatives[0],
-        "says": examined.says,
+        "says": examined.says[revision.input],
     }
     return json.dumps({**about, **asdict(examined.outcome)}, ensure_ascii=False)
 
