@@ -38,14 +38,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--counterfactual", type=int, default=300, help="random edits besides the changes")
     parser.add_argument("--others", type=int, help="other facts to try each edit on; all, if left out")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     start = time.perf_counter()
     torch.manual_seed(options.seed)
     console = Console(stderr=True)
-    model = load_model("world", "cpu")
-    editor = load_editor("world", "cpu")
+    model = load_model("world", options.device)
+    editor = load_editor("world", options.device)
     found: dict[str, float | int | None] = {}
     trained = [(question, fact.answer) for fact in world.facts() for question in fact.questions]
     held_out = [(question, fact.answer) for fact in world.facts() for question in fact.held_out]

@@ -67,6 +67,11 @@ def _show(result: dict[str, Any], own: bool) -> None:
         stdout.print(f"... and {more} more, all of them in --json.")
     if wording := result["changes"][0]["other_wording"]:
         stdout.print(f"In new words, which neither the model nor the editor was trained on: {escape(wording)}")
+    if own and not result["changes"][0]["success"]:
+        stdout.print(
+            "It did not take. Names that the embedded model has read are easy to teach it; words that it must spell in "
+            "pieces, or questions of a kind that it has never been asked, often are not: it is very small."
+        )
     if not result["known_question"]:
         stdout.print(
             "This question is none of the embedded world's: the model has learnt nothing about it, and what it said "
@@ -79,9 +84,9 @@ def _show(result: dict[str, Any], own: bool) -> None:
         "deterioration": "deterioration",
     }
     rates = ", ".join(f"{name} {result[key]:.3f}" for key, name in names.items() if result[key] is not None)
+    edits = "1 edit" if own else f"{result['edits']} edits"
     stdout.print(
-        f"{result['edits']} edits, each tried on {result['retain_inputs']} other facts: {rates}. "
-        f"Measured in {result['seconds']:.0f} s."
+        f"{edits}, each tried on {result['retain_inputs']} other facts: {rates}. Measured in {result['seconds']:.0f} s."
     )
     stdout.print("Next:")
     for command, what in (

@@ -70,7 +70,7 @@ def edit(
 
     seconds = time.perf_counter() - start
     if not as_json:
-        _show(results)
+        _show(results, looped=loop > 1)
     elif facts:
         success = sum(r["success"] for r in results) / len(results)
         print_json({"success": success, "edits": results, "bad": bad, "seconds": seconds})
@@ -78,14 +78,14 @@ def edit(
         print_json({**results[0], "seconds": seconds})
 
 
-def _show(results: list[dict[str, Any]]) -> None:
+def _show(results: list[dict[str, Any]], looped: bool) -> None:
     table = Table("input", "before", "after", "target", "took", "rank", "norm")
     for r in results:
         took = "[green]yes[/]" if r["success"] else "[red]no[/]"
         texts = (escape(r[key]) for key in ("input", "before", "after", "target"))
         table.add_row(*texts, took, str(r["rank"]), f"{r['norm']:.3g}")
     stdout.print(table)
-    if not all(r["success"] for r in results):
+    if not looped and not all(r["success"] for r in results):
         stdout.print("An edit that did not take may with more updates: add --loop.")
     saved = [r["patch"] for r in results if r["patch"]]
     if saved:
