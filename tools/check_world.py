@@ -13,13 +13,13 @@ from dataclasses import replace
 import torch
 from make_world import Names
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 
 from factpatch import world
 from factpatch.demo import counterfactual, other_facts, outdated
 from factpatch.editors import EditMethod, Looped, load_editor
-from factpatch.evaluation.measure import Examiner, edit_of, editable
+from factpatch.evaluation.measure import editable, measure
 from factpatch.facts import Revision
 from factpatch.metrics import Outcome, accuracy, summary
 from factpatch.models import TaskModel, load_model
@@ -58,14 +58,16 @@ def main() -> None:
     others = other_facts(model, options.seed, options.others)
     outcomes = measured(editor, model, edits, others, console)
     looped = measured(Looped(editor), model, edits, others[:2], console)
-    strangers = measured(editor, model, never_read(model, options.counterfactual, options.seed), others[:100], console)
+    to_made_up = measured(
+        editor, model, to_made_up_names(model, options.counterfactual, options.seed), others[:100], console
+    )
     for name, part in (("changes", outcomes[: len(changes)]), ("counterfactual", outcomes[len(changes) :])):
         found |= {f"{name}_{key}": value for key, value in summary(part).items() if key in ("success", "retain")}
         found[f"{name}_equivalence"] = summary(part)["equivalence_human"]
     whole = summary(outcomes)
     found |= {"success": whole["success"], "retain": whole["retain"], "equivalence": whole["equivalence_human"]}
     found |= {"success_with_loop": summary(looped)["success"], "changes": len(changes), "edits": len(edits)}
-    found["never_read_success"] = summary(strangers)["success"]
+    found["made_up_name_success"] = summary(to_made_up)["success"]
     found |= {"retain_inputs": len(others), "seconds": time.perf_counter() - start}
     if options.json:
         print(json.dumps(found))
@@ -80,19 +82,14 @@ def main() -> None:
 def measured(
     method: EditMethod, model: TaskModel, edits: Sequence[Revision], others: Sequence[Revision], console: Console
 ) -> list[Outcome]:
-    examiner = Examiner(model, others, method.at_once(model))
-    size = method.at_once(model)
-    outcomes: list[Outcome] = []
-    for first in track(range(0, len(edits), size), f"{len(edits)} edits", console=console):
-        batch = edits[first : first + size]
-        patches = method.propose(model, [edit_of(revision) for revision in batch])
-        outcomes += [examined.outcome for examined in examiner.examine(patches, batch)]
-    return outcomes
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(f"{len(edits)} edits", total=len(edits))
+        return measure(method, model, edits, others, lambda done: progress.advance(task, done))
 
 
-def never_read(model: TaskModel, count: int, seed: int) -> list[Revision]:
-    """The counterfactual edits again, to names that neither the model nor the editor has ever read."""
-    chance = random.Random(f"{seed}/never read")
+def to_made_up_names(model: TaskModel, count: int, seed: int) -> list[Revision]:
+    """The counterfactual edits again, to names made up of known words or of pieces of words."""
+    chance = random.Random(f"{seed}/made up")
     names = Names()
     edits = counterfactual(model, count, seed)
     return editable(model, [replace(revision, alternatives=(names.made_up(chance),)) for revision in edits])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,7 +48,11 @@ def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revis
 
 
 def measure(
-    method: EditMethod, model: TaskModel, revisions: Sequence[Revision], others: Sequence[Revision]
+    method: EditMethod,
+    model: TaskModel,
+    revisions: Sequence[Revision],
+    others: Sequence[Revision],
+    on_done: Callable[[int], object] = lambda edits: None,
 ) -> list[Outcome]:
     """Edits each revision to its likeliest alternative, and looks at what the edited model says.
 
@@ -61,6 +65,7 @@ def measure(
         batch = revisions[start : start + size]
         patches = method.propose(model, [edit_of(revision) for revision in batch])
         outcomes += [examined.outcome for examined in examiner.examine(patches, batch)]
+        on_done(len(batch))
     return outcomes
 
 
