@@ -36,9 +36,18 @@ def wait_for(process: subprocess.Popen[str], folder: Path) -> None:
         time.sleep(0.01)
 
 
+# Registered first, so run last: what a process still shares then can abort it, though not every time.
+PARTED = """
+import atexit, os, torch
+atexit.register(lambda: torch.distributed.is_initialized() and os._exit(3))
+"""
+
+
 def run_in_two_processes(script: Path, *arguments: str, timeout: float = 90) -> str:
-    """What the script prints when two processes run it together."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    """What the script prints when two processes run it together, and part at its end."""
+    together = script.with_name("together.py")
+    together.write_text(PARTED + script.read_text())
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(together)]
     with run_aside([*launcher, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             out, err = process.communicate(timeout=timeout)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from factpatch.errors import DeviceError, InputError
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -38,6 +43,20 @@ def find_dtype(precision: str | None, device: str | None = None) -> torch.dtype:
     if precision not in PRECISIONS:
         raise InputError(f"expected a precision out of {', '.join(PRECISIONS)}, found {precision!r}")
     return PRECISIONS[precision]
+
+
+def join_processes(device: torch.device) -> PartialState:
+    """The processes that `accelerate launch` started together, of which this is one; or this one alone."""
+    from accelerate import PartialState
+
+    atexit.register(_leave_processes)
+    return PartialState(cpu=device.type == "cpu")
+
+
+def _leave_processes() -> None:
+    """Before Python is taken down: one of gloo's threads that finds it gone would abort the process."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @contextmanager

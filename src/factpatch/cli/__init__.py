@@ -51,17 +51,6 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
-    except SystemExit as end:
-        if not end.code:
-            _leave_the_others()
-        raise
-
-
-def _leave_the_others() -> None:
-    """Processes that work together say goodbye; one that just ends can take another down with it."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def _number_loops(arguments: list[str]) -> list[str]:

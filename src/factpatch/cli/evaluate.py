@@ -70,9 +70,7 @@ def evaluate(
     _check_options(method, editor, layers, bound, select, valid, loop)
     check_writable(output)
     with working("loading"):
-        from accelerate import PartialState
-
-        from factpatch.device import find_device, find_dtype, tensor_core_products
+        from factpatch.device import find_device, find_dtype, join_processes, tensor_core_products
         from factpatch.evaluation import evaluate as run
         from factpatch.evaluation import sampled
         from factpatch.facts import read_revisions
@@ -82,7 +80,7 @@ def evaluate(
         bad: list[str] = []
         revisions = list(read_revisions(data, bad.append if skip_bad else None))
         task_model = load_model(model, device)
-        task_model.model.to(PartialState(cpu=find_device(device).type == "cpu").device)
+        task_model.model.to(join_processes(find_device(device)).device)
         # Answers are searched for among near ties, of which bf16's rounding alone decides some anew.
         searches = not isinstance(task_model, Classifier)
         task_model.cast(find_dtype(precision or ("fp32" if searches else None), device))

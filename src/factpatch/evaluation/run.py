@@ -10,9 +10,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
+from factpatch.device import join_processes
 from factpatch.editors import BOUNDS, EditMethod, FineTune
 from factpatch.errors import InputError
 from factpatch.evaluation.details import write_details
@@ -53,7 +53,7 @@ def evaluate(
     Several processes share the batches of edits; the first writes.
     """
     start = time.perf_counter()
-    state = PartialState()
+    state = join_processes(model.device)
     size = method.at_once(model)
     batches = [edits[start : start + size] for start in range(0, len(edits), size)]
     # The last batch may be short: chunks of one line keep what is whole, and batches start anew from there.

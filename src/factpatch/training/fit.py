@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from factpatch.data.records import Counts, Record, source_hash
-from factpatch.device import no_cudnn_attention
+from factpatch.device import join_processes, no_cudnn_attention
 from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize
 from factpatch.files import atomic_folder
@@ -120,6 +120,7 @@ class Fit:
         # On a GPU the mixed precision of Accelerate; on CPU float32 throughout.
         self.model = load_model(self.model_name, self.device, torch.float32, config.task, labels, config.dropout)
         on_gpu = self.model.device.type == "cuda"
+        join_processes(self.model.device)
         self.accelerator = Accelerator(mixed_precision="bf16" if on_gpu else "no", cpu=not on_gpu)
         self.model.model.to(self.accelerator.device)
         dev_records, dev_counts = read_answered(dev, skip_bad, self.model) if dev else ([], Counts())

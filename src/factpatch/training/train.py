@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from factpatch.data.records import source_hash
-from factpatch.device import find_dtype
+from factpatch.device import find_dtype, join_processes
 from factpatch.editors import HyperNetwork
 from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.evaluation import editable, measure
@@ -68,6 +68,7 @@ class Train:
         on_gpu = model.device.type == "cuda"
         if config.tracker and config.tracker not in map(str, get_available_trackers()):
             raise InputError(f"the tracker {config.tracker!r} is not there; install it, or leave tracker out")
+        join_processes(model.device)
         self.accelerator = Accelerator(cpu=not on_gpu, log_with=config.tracker, project_dir=str(self.folder.path))
         model.model.to(self.accelerator.device)
         self.model = model.cast(find_dtype(config.precision, model.device.type))
