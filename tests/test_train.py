@@ -25,6 +25,7 @@ from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.models import load_model
 from factpatch.training import Train, TrainConfig
 from factpatch.training.objective import Objective
+from factpatch.training.run import as_good
 from factpatch.training.train import Status
 
 SMALL = EditorConfig(width=32, bottleneck=8, lstm=8)
@@ -99,11 +100,20 @@ def test_edits_take_after_training(checker: Path, claims: Path, tmp_path: Path) 
     assert about["config"]["editor"]["width"] == 32
 
 
+def test_scores_that_cannot_be_told_apart() -> None:
+    assert as_good(0.0, [], 100)
+    assert as_good(0.77, [0.5, 0.8], 100)  # the error of 0.8 is 0.04
+    assert not as_good(0.75, [0.5, 0.8], 100)
+    assert as_good(0.75, [0.5, 0.8], 100, errors=2)
+    assert as_good(0.99, [1.0], 100)  # a perfect score of a sample has its error too
+    assert not as_good(0.97, [1.0], 100)
+
+
 def test_the_best_and_the_last_editor_are_kept(
     checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best is that of the highest success + retain on the held-out slice; equivalence has no say."""
-    scores = iter([(0.5, 0.5, 1.0), (0.9, 0.8, 0.0), (1.0, 0.1, 1.0), (0.0, 0.0, 0.0)])
+    scores = iter([(0.5, 0.5, 1.0), (0.9, 0.8, 0.0), (0.2, 0.1, 1.0), (0.0, 0.0, 0.0)])
     snapshots = []
 
     def score(self: Train, *_: Any) -> dict[str, Any]:

@@ -81,14 +81,15 @@ def schedule(share: float, warmup: float, kind: str = "linear") -> float:
     return (1 - share) / (1 - warmup) if kind == "linear" else 1.0
 
 
-def as_good(score: float, earlier: Sequence[float], records: int) -> bool:
-    """Whether a later score, a share of so many records, is within a standard error of the best.
+def as_good(score: float, earlier: Sequence[float], records: int, errors: float = 1.0) -> bool:
+    """Whether a later score, a share of so many records, is within so many standard errors of the best.
 
     The slice is small, and of scores that it cannot tell apart the latest is the one to trust: it has seen the most
     data at the smallest learning rate, where the best of many noisy ones owes most to chance.
     """
     best = max(earlier, default=0.0)
-    return score >= best - math.sqrt(best * (1 - best) / records)
+    share = (best * records + 2) / (records + 4)  # Agresti and Coull's: a perfect score has its error too
+    return score >= best - errors * math.sqrt(share * (1 - share) / (records + 4))
 
 
 def agree(accelerator: Accelerator, share: float, stop: bool) -> tuple[float, bool]:

@@ -258,7 +258,8 @@ class Train:
             [self._with_few_paraphrases(revision, chance) for revision in edits],
             chance.sample(self.held_out, min(config.validation_inputs, len(self.held_out))),
         )
-        if as_good(_score(found), [_score(record) for record in self.metrics], len(edits)):
+        # Two errors: each validation draws a sample of its own.
+        if as_good(_score(found), [_score(record) for record in self.metrics], len(edits), errors=2):
             self.best_step, self.best = self.step, copy_of(self.editor)
         seconds = self.clock.seconds()
         record = {
