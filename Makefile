@@ -15,13 +15,13 @@ test: $(VENV)/.ready-dev
 	@$(BIN)/pytest
 
 lint: $(VENV)/.ready-dev
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools docs
+	$(BIN)/ruff format --check src tests tools docs
 	$(BIN)/pyright
 
 format: $(VENV)/.ready-dev
-	$(BIN)/ruff check --fix src tests tools
-	$(BIN)/ruff format src tests tools
+	$(BIN)/ruff check --fix src tests tools docs
+	$(BIN)/ruff format src tests tools docs
 
 bench: $(VENV)/.ready
 	$(BIN)/factpatch bench edit

@@ -11,6 +11,21 @@ import typer
 from factpatch.cli import app
 
 PAGE = Path(__file__).parent / "cli.md"
+INTRO = """# Command line
+
+Results go to stdout, progress and messages to stderr. Exit 0, 1 for an error that the message explains, 2 for wrong
+usage. This page is made from the program by `make docs`.
+
+With `--json` a command prints one object. Rates are between 0 and 1, null where there was nothing to measure:
+"""
+KEYS = {
+    "fit": "accuracy exact_match seconds",
+    "paraphrase, revise": "records kept with_alternative with_paraphrase bad seconds",
+    "edit": "before after target success patch",
+    "evaluate, demo": "success retain equivalence equivalence_human deterioration edits retain_inputs seconds",
+    "train": "success retain equivalence equivalence_human deterioration edits seconds steps edits_per_second margin",
+    "bench": "edits_per_second reference_edits_per_second speedup limit_edits_per_second fraction_of_limit",
+}
 
 
 def commands(command: Any, path: str) -> list[tuple[str, Any]]:
@@ -28,6 +43,8 @@ def section(name: str, command: Any) -> str:
             continue
         is_argument = parameter.param_type_name == "argument"
         shown = str(parameter.name).upper() if is_argument else ", ".join([*parameter.opts, *parameter.secondary_opts])
+        shown += "..." if parameter.nargs == -1 else ""
+        shown += f" {parameter.metavar}" if parameter.metavar and not is_argument else ""
         unset = parameter.default is None or parameter.default is False or callable(parameter.default)
         default = "required" if parameter.required else "" if unset else f"`{parameter.default}`"
         rows.append(f"| `{shown}` | {default} | {getattr(parameter, 'help', None) or ''} |")
@@ -37,11 +54,9 @@ def section(name: str, command: Any) -> str:
 
 
 def page() -> str:
-    intro = (
-        "# Command line\n\nResults go to stdout, progress and messages to stderr. Exit 0, 1 for an error that the message "
-        "explains, 2 for wrong usage.\nThis page is made from the program by `make docs`.\n"
-    )
-    return "\n".join([intro, *(section(name, c) for name, c in commands(typer.main.get_command(app), "factpatch"))])
+    keys = "\n".join(f"| {names} | {' '.join(f'`{key}`' for key in found.split())} |" for names, found in KEYS.items())
+    sections = [section(name, command) for name, command in commands(typer.main.get_command(app), "factpatch")]
+    return "\n".join([f"{INTRO}\n| command | keys, among others |\n|---|---|\n{keys}\n", *sections])
 
 
 if __name__ == "__main__":

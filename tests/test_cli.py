@@ -107,7 +107,6 @@ def test_bad_input_is_one_line_and_exit_1(edit, run, home: Path, tmp_path: Path)
         "expected a model folder": edit("--input", text, "--target", target, model=tmp_path / "none"),
         "no readable patch": run("patch", "show", cut),
         "expected a device": run("patch", "show", cut, "--device", "potato"),
-        "expected a shape": run("bench", "edit", "--shape", "gpt-9"),
     }
     for reason, result in cases.items():
         assert result.code == 1, reason
@@ -129,6 +128,12 @@ def test_wrong_usage_is_exit_2(edit, run) -> None:
     assert edit("--input", "x").code == 2
     assert edit("--input", "x", "--target", "y", "--facts", "f").code == 2
     assert run("patch", "mend").code == 2
+    assert run("bench", "edit", "--shape", "gpt-9").code == 2
+    assert run("revise", "--model", "m", "--data", "d", "--output", "o", "--precision", "fp7").code == 2
+    for command in ("fit", "train"):
+        both = run(command, "--model", "m", "--train", "t", "--output", "o", "--steps", "1", "--minutes", "1")
+        assert both.code == 2
+        assert "not both" in both.err
     assert edit("--input", "x", "--target", "y", "--loop", "0").code == 2
 
 

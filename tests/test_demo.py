@@ -46,7 +46,7 @@ def test_outdated_facts_are_asked_in_trained_words_and_checked_in_new_ones(model
     for revision in demo.outdated(model):
         fact = known[revision.id]
         assert revision.input == fact.questions[0] == demo.question_of(fact)
-        assert list(revision.human_rephrases) == fact.held_out
+        assert list(revision.rephrases) == fact.held_out
         assert not same(revision.prediction, revision.alternatives[0])
 
 
@@ -61,7 +61,7 @@ def test_counterfactual_edits_ask_for_another_answer(model: TaskModel) -> None:
 def test_a_fact_of_ones_own(model: TaskModel) -> None:
     revision, known = demo.own_fact(model, "What is the capital of Australia?", "Sydney")
     assert known
-    assert revision.human_rephrases
+    assert revision.rephrases
     stranger, known = demo.own_fact(model, "Who painted the ceiling of my kitchen?", "Ann")
     assert not known
     assert stranger.prediction, "the model answers anyway"
@@ -76,7 +76,7 @@ def test_the_command(run: Callable[..., Ran]) -> None:
     assert ran.code == 0
     said = " ".join(ran.out.split())
     assert "none of the embedded world's" in said
-    assert f"each tried on {demo.OTHERS} other facts" in said
+    assert f"1 edit tried on {demo.OTHERS} other facts" in said
     result = run("demo", "--fact", "What is the capital of Kenya?", "Mombasa", "--device", "cpu", "--json").json
     assert result.keys() >= {
         "success",
@@ -89,6 +89,7 @@ def test_the_command(run: Callable[..., Ran]) -> None:
     }
     assert result["changes"][0]["before"] == "Nairobi"
     assert result["known_question"]
+    assert result["equivalence"] is not None
     ran = run("demo", "--fact", "What is the capital of Kenya?", "", "--device", "cpu")
     assert ran.code == 1
     assert "empty" in ran.err

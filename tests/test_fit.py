@@ -270,7 +270,9 @@ def test_labels_of_dev_that_train_lacks(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", claims(20))
     dev = write_lines(tmp_path / "dev.jsonl", [*claims(3), fever(9, "who leads france ?", "PERHAPS")])
     config = FitConfig(**{**QUICK, "steps": 2})
-    with pytest.raises(InputError, match=r"dev.jsonl, line 4: the classifier has no label 'PERHAPS'"):
+    with pytest.raises(
+        InputError, match=r"dev.jsonl, line 4: expected a label out of REFUTES, SUPPORTS, found 'PERHAPS'"
+    ):
         Fit(config, str(base), tmp_path / "run", device="cpu").run(train, dev)
     assert not (tmp_path / "run").exists()
     result = Fit(config, str(base), tmp_path / "run", device="cpu").run(train, dev, skip_bad=True)
@@ -280,7 +282,7 @@ def test_labels_of_dev_that_train_lacks(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (claims(9), "expected at least 10 records to train on, found 9"),
+        (claims(9), "expected at least 10 records to train on, and more than are held out, found 9"),
         ([fever(i, text, "SUPPORTS") for i, text in enumerate(texts(20))], "expected 2 to 100 labels .*, found 1"),
         ([fever(i, text, f"label {i}") for i, text in enumerate(texts(120))], "found 120; for free answers use"),
         ([*claims(20), {"id": "x", "input": "paris"}], 'line 21: expected an answer in "output"'),
@@ -292,6 +294,15 @@ def test_data_that_cannot_be_learnt(base: Path, tmp_path: Path, lines: list[dict
     with pytest.raises(InputError, match=reason):
         Fit(FitConfig(**QUICK), str(base), tmp_path / "run", device="cpu").run(train, None)
     assert not (tmp_path / "run").exists()
+
+
+def test_labels_that_are_asked_for(base: Path, tmp_path: Path) -> None:
+    train = write_lines(tmp_path / "train.jsonl", [*claims(30), fever(99, "paris", "SUPORTS")])
+    config = FitConfig(**{**QUICK, "steps": 1, "labels": ["SUPPORTS", "REFUTES"]})
+    with pytest.raises(InputError, match="line 31: expected a label out of SUPPORTS, REFUTES, found 'SUPORTS'"):
+        Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
+    result = Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None, skip_bad=True)
+    assert (result["bad"], result["labels"]) == (1, ["REFUTES", "SUPPORTS"])
 
 
 def test_labels_that_differ_in_case_are_one(base: Path, tmp_path: Path) -> None:
@@ -340,6 +351,8 @@ def test_settings_of_a_resumed_run(base: Path, tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match=r"had other settings: batch was 16, now 8, lr was 0.003, now 1.0; resume it"):
         resume(lr=1.0, batch=8)
+    with pytest.raises(InputError, match="valid was None"):
+        Fit(FitConfig(**settings), str(base), tmp_path / "run", resume=True, device="cpu").run(train, None, valid=train)
     with pytest.raises(InputError, match="model_name was"):
         resume(model=fact_checker(tmp_path / "other"))
     with pytest.raises(InputError, match="train"):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import tiny
+import torch
 from conftest import loud_editor
 from samples import revisions
 
 from factpatch.editors import HyperNetwork
-from factpatch.evaluation import editable, measure
+from factpatch.errors import InputError
+from factpatch.evaluation import editable, measure, predicted_now
+from factpatch.evaluation.measure import Examiner
 from factpatch.facts import FactEdit, Revision
 from factpatch.metrics import Others, Outcome, outcome, summary
-from factpatch.models import Seq2Seq, TaskModel
+from factpatch.models import Classifier, Seq2Seq, TaskModel
+from factpatch.models.base import TOKENS_PER_BATCH
 
 X = Revision(
     "1",
@@ -109,4 +114,39 @@ def test_alternatives_that_cannot_be_said_are_no_edits() -> None:
         replace(known[2], alternatives=()),
     ]
     assert [r.alternatives for r in editable(model, mixed)] == [("paris",)]
+    unlike = replace(known[0], prediction="paris", alternatives=("Ouagadougou", "Paris", "lake"))
+    assert [r.alternatives for r in editable(model, [unlike])] == [("lake",)], "unspellable, and said already"
     assert len(measure(loud_editor(model), model, editable(model, mixed), known)) == 1
+
+
+def test_revisions_of_another_model_are_refused() -> None:
+    model, other = tiny.build("bert"), tiny.build("bert", seed=3)
+    known = revisions(model, 20)
+    assert predicted_now(model, known) == known
+    assert isinstance(other, Classifier)
+    said = other.predict([r.input for r in known])
+    unlike = [next(label for label in other.labels if label != text) for text in said]
+    with pytest.raises(InputError, match="for 0 of 20 inputs only"):
+        predicted_now(other, [replace(r, prediction=text) for r, text in zip(known, unlike, strict=True)])
+
+
+def test_less_at_a_time_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build("bert")
+    known = revisions(model, 14)
+    edits, editor = editable(model, known)[:4], loud_editor(model)
+    whole = measure(editor, model, edits, known)
+    ask, asked = Examiner._ask, []
+
+    def short(self: Examiner, batch: Any, count: int) -> Any:
+        asked.append(len(batch.numbers))
+        if len(batch.numbers) > 7:
+            raise torch.cuda.OutOfMemoryError
+        return ask(self, batch, count)
+
+    monkeypatch.setattr(Examiner, "_ask", short)
+    monkeypatch.setitem(
+        TOKENS_PER_BATCH, "cpu", editor.at_once(model) * 14 * max(model.lengths([r.input for r in known]))
+    )
+    assert measure(editor, model, edits, known) == whole
+    assert max(asked) == 14
+    assert asked[-1] <= 7

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from conftest import QUESTIONS, assert_untouched, loud_editor, weights_of
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from factpatch.deltas import Dense, LowRank, add
@@ -227,8 +227,11 @@ def test_missing_file(tmp_path: Path) -> None:
         Patch.load(tmp_path / "none.safetensors")
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device")]
+)
 def test_a_failed_save_keeps_the_old_file(
-    patches: list[Patch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    patches: list[Patch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     path = tmp_path / "p.safetensors"
     patches[0].save(path)
@@ -236,7 +239,7 @@ def test_a_failed_save_keeps_the_old_file(
 
     def full_disk(tensors: object, scratch: Path, metadata: object) -> None:
         scratch.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr("factpatch.patch.save_file", full_disk)
     with pytest.raises(FileError, match="No space left"):

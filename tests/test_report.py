@@ -71,7 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def output(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("out") / "report"
-    report(runs, folder, 0, True)
+    report(runs, folder, None, 0, True)
     return folder
 
 
@@ -101,7 +101,7 @@ def test_a_drawing_holds_its_labels(output: Path, name: str) -> None:
 
 
 def test_the_same_runs_give_the_same_files(runs: list[Path], output: Path, tmp_path: Path) -> None:
-    report(runs[2:3], tmp_path, 0, True)
+    report(runs[2:3], tmp_path, None, 0, True)
     for name in ("logits-ke.png", "logits-ke.svg", "beams-ke.svg"):
         assert (tmp_path / name).read_bytes() == (output / name).read_bytes()
 
@@ -211,7 +211,7 @@ def test_raw_numbers(tmp_path: Path) -> None:
 
 
 def test_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report(hand_made(tmp_path), tmp_path / "out", 0, False)
+    report(hand_made(tmp_path), tmp_path / "out", None, 0, False)
     said = capsys.readouterr().out
     for shown in ("Fact-checking", "Question answering", "bert.encoder.layer.0", "98.77", "−0.20", "1.2e-4", "1,000"):
         assert shown in said
@@ -220,7 +220,7 @@ def test_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report([results.write_training(tmp_path / "run")], tmp_path / "out", 0, True)
+    report([results.write_training(tmp_path / "run")], tmp_path / "out", None, 0, True)
     said = json.loads(capsys.readouterr().out)
     assert (said["runs"], said["seconds"] > 0) == (1, True)
     assert said["files"] == [str(tmp_path / "out" / name) for name in ("curves-run.png", "curves-run.svg")]
@@ -359,7 +359,7 @@ WRONG = {
 def test_wrong_folders(tmp_path: Path, case: str) -> None:
     make, message = WRONG[case]
     with pytest.raises(InputError, match=message) as caught:
-        report([make(tmp_path / "run")], tmp_path / "out", 0, True)
+        report([make(tmp_path / "run")], tmp_path / "out", None, 0, True)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -379,14 +379,14 @@ def test_damaged_details(tmp_path: Path) -> None:
 def test_an_output_that_is_a_file(tmp_path: Path, runs: list[Path]) -> None:
     (tmp_path / "out").write_text("mine")
     with pytest.raises(FileError, match="cannot write"):
-        report(runs, tmp_path / "out", 0, True)
+        report(runs, tmp_path / "out", None, 0, True)
     assert (tmp_path / "out").read_text() == "mine"
 
 
 def test_without_matplotlib(tmp_path: Path, runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(FactpatchError, match=r"install factpatch\[plots\]"):
-        report(runs, tmp_path / "out", 0, True)
+    with pytest.raises(FactpatchError, match=r"with its extra plots"):
+        report(runs, tmp_path / "out", None, 0, True)
     assert not (tmp_path / "out").exists()
 
 
@@ -395,5 +395,5 @@ def test_the_recorded_run_is_drawn(tmp_path: Path) -> None:
     folder = results.write_training(tmp_path / "fc")
     recorded = Path(__file__).parent.parent / "docs" / "results" / "runs" / "fc.jsonl"
     shutil.copy(recorded, folder / "metrics.jsonl")
-    report([folder], tmp_path / "out", 0, True)
+    report([folder], tmp_path / "out", None, 0, True)
     assert imread(tmp_path / "out" / "curves-fc.png").shape[1] > 400

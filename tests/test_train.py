@@ -22,6 +22,7 @@ from samples import answerer, fact_checker, read_lines, write_revisions
 
 from factpatch.editors import EditorConfig, load_editor
 from factpatch.errors import FileError, InputError, TrainingError
+from factpatch.evaluation import measure
 from factpatch.models import load_model
 from factpatch.training import Train, TrainConfig
 from factpatch.training.objective import Objective
@@ -107,6 +108,29 @@ def test_scores_that_cannot_be_told_apart() -> None:
     assert as_good(0.75, [0.5, 0.8], 100, errors=2)
     assert as_good(0.99, [1.0], 100)  # a perfect score of a sample has its error too
     assert not as_good(0.97, [1.0], 100)
+
+
+def test_several_updates_are_validated_as_a_loop(
+    checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods: list[Any] = []
+
+    def watched(method: Any, *rest: Any) -> Any:
+        methods.append(method)
+        return measure(method, *rest)
+
+    monkeypatch.setattr("factpatch.training.train.measure", watched)
+    start(replace(QUICK, updates=2), checker, tmp_path / "run").run(claims)
+    assert {method.updates for method in methods} == {2}
+
+
+@pytest.mark.parametrize("kl_over", ["top1", "beam"])
+def test_answers_are_trained_on(tmp_path: Path, kl_over: str) -> None:
+    folder = answerer(tmp_path / "answerer")
+    data = write_revisions(tmp_path / "data.jsonl", load_model(folder, "cpu"), 40)
+    result = start(replace(QUICK, kl_over=kl_over, rows=12), folder, tmp_path / "run").run(data)
+    assert result["steps"] == QUICK.steps
+    assert all(line["kl"] >= -1e-6 for line in read_lines(tmp_path / "run" / "metrics.jsonl"))
 
 
 def test_the_best_and_the_last_editor_are_kept(
@@ -199,7 +223,7 @@ def test_revisions_of_another_model(checker: Path, claims: Path, tmp_path: Path)
         flipped.append({**line, "prediction": line["alternatives"][0], "alternatives": [line["prediction"]]})
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps(line) + "\n" for line in flipped))
-    with pytest.raises(InputError, match="0 of its first 54 inputs only; make the file anew with this model"):
+    with pytest.raises(InputError, match="0 of 6 inputs only; make the file anew with this model"):
         start(QUICK, checker, tmp_path / "run").run(other)
 
 
@@ -346,7 +370,11 @@ def test_settings_of_a_resumed_run(checker: Path, claims: Path, tmp_path: Path) 
     other = write_revisions(tmp_path / "other.jsonl", load_model(checker, "cpu"), 60, seed=3)
     with pytest.raises(InputError, match="train was"):
         start(config, checker, tmp_path / "run", resume=True).run(other)
+    with pytest.raises(InputError, match="valid was None"):
+        start(config, checker, tmp_path / "run", resume=True).run(claims, other)
+    (tmp_path / "run" / ".mine").mkdir()
     assert start(config, checker, tmp_path / "run", resume=True).run(claims)["steps"] == 12
+    assert (tmp_path / "run" / ".mine").is_dir(), "what is not the run's stays"
 
 
 def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: Path, one_thread: None) -> None:

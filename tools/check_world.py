@@ -63,9 +63,9 @@ def main() -> None:
     )
     for name, part in (("changes", outcomes[: len(changes)]), ("counterfactual", outcomes[len(changes) :])):
         found |= {f"{name}_{key}": value for key, value in summary(part).items() if key in ("success", "retain")}
-        found[f"{name}_equivalence"] = summary(part)["equivalence_human"]
+        found[f"{name}_equivalence"] = summary(part)["equivalence"]
     whole = summary(outcomes)
-    found |= {"success": whole["success"], "retain": whole["retain"], "equivalence": whole["equivalence_human"]}
+    found |= {"success": whole["success"], "retain": whole["retain"], "equivalence": whole["equivalence"]}
     found |= {"success_with_loop": summary(looped)["success"], "changes": len(changes), "edits": len(edits)}
     found["made_up_name_success"] = summary(to_made_up)["success"]
     found |= {"retain_inputs": len(others), "seconds": time.perf_counter() - start}

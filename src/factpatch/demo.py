@@ -31,11 +31,15 @@ def demonstrate(
     size = editor.at_once(model)
     for start in range(0, len(revisions), size):
         batch = revisions[start : start + size]
-        patches = editor.propose(model, [edit_of(revision) for revision in batch])
-        for revision, examined in zip(batch, examiner.examine(patches, batch), strict=True):
-            wording = next(iter(revision.human_rephrases), None)
+        examined_batch = examiner.examine(editor.changes(model, [edit_of(revision) for revision in batch]), batch)
+        for revision, examined in zip(batch, examined_batch, strict=True):
+            wording = next(iter(revision.rephrases), None)
             outcomes.append(examined.outcome)
-            kept = [same(text, other.prediction) for text, other in zip(examined.says_others, others, strict=True)]
+            kept = [
+                same(text, other.prediction)
+                for text, other in zip(examined.says_others, others, strict=True)
+                if not same(other.input, revision.input)
+            ]
             changes.append(
                 {
                     "question": revision.input,
@@ -74,7 +78,7 @@ def own_fact(model: TaskModel, question: str, answer: str) -> tuple[Revision, bo
     known = {normalize(text): fact for fact in world.facts() for text in (*fact.questions, *fact.held_out)}
     fact = known.get(normalize(question))
     wordings = tuple(fact.held_out) if fact else ()
-    return Revision("own", edit.x, edit.y or "", (edit.a,), (), wordings, ()), fact is not None
+    return Revision("own", edit.x, edit.y or "", (edit.a,), wordings, (), ()), fact is not None
 
 
 def other_facts(model: TaskModel, seed: int, count: int | None = OTHERS) -> list[Revision]:
@@ -94,10 +98,10 @@ def question_of(fact: world.Fact) -> str:
 
 
 def _to_change(model: TaskModel, wanted: Sequence[tuple[world.Fact, str]]) -> list[Revision]:
-    """Those that the model does not say already. Held-out wordings stand in for human paraphrases."""
+    """Those that the model does not say already, each with its held-out wordings as paraphrases."""
     said = model.predict([question_of(fact) for fact, _ in wanted])
     return [
-        Revision(fact.id, question_of(fact), prediction, (target,), (), tuple(fact.held_out), (fact.answer,))
+        Revision(fact.id, question_of(fact), prediction, (target,), tuple(fact.held_out), (), (fact.answer,))
         for (fact, target), prediction in zip(wanted, said, strict=True)
         if not same(prediction, target)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,6 +14,8 @@ from factpatch.errors import DeviceError, InputError
 
 if TYPE_CHECKING:
     from accelerate import PartialState
+
+T = TypeVar("T")
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -51,6 +53,15 @@ def join_processes(device: torch.device) -> PartialState:
 
     atexit.register(_leave_processes)
     return PartialState(cpu=device.type == "cpu")
+
+
+def from_first(value: T) -> T:
+    """What the first process found, in all of them: near ties may fall differently in others."""
+    from accelerate.utils import broadcast_object_list
+
+    shared = [value]
+    broadcast_object_list(shared)
+    return shared[0]
 
 
 def _leave_processes() -> None:

@@ -151,7 +151,8 @@ def _decode(content: bytes | dict[str, Any]) -> dict[str, Any]:
         raise InputError(f"expected a JSON object, found one that cannot be read: {error}") from None
     if not isinstance(record, dict):
         raise InputError(f"expected a JSON object, found {type(record).__name__}")
-    if isinstance(content, bytes) and b"\\ud" in content.lower() and _has_lone_surrogates(record):
+    may_have = isinstance(content, dict) or b"\\ud" in content.lower()
+    if may_have and _has_lone_surrogates(record):
         raise InputError("expected Unicode text, found half of a surrogate pair, as in a cut emoji")
     return record
 

@@ -1,14 +1,18 @@
 """Writing files so that a crash leaves the old one or the new one, never a half of either."""
 
+import ctypes
 import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from factpatch.errors import FileError
 
@@ -50,6 +54,22 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
+@contextmanager
+def files_into(folder: str | Path) -> Iterator[Path]:
+    """Files written side by side, then moved one by one into a folder that holds more than these."""
+    folder = Path(folder)
+    with _as_file_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".new."))
+        try:
+            yield scratch
+            for file in sorted(scratch.iterdir()):
+                _flush_to_disk(file)
+                os.replace(file, folder / file.name)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
 class ResumableLines:
     """A file of lines that grows beside its place, chunk by chunk, and moves there when it is whole.
 
@@ -60,7 +80,7 @@ class ResumableLines:
     def __init__(self, path: str | Path, settings: dict[str, Any], chunk: int):
         self.path = Path(path)
         self.chunk = chunk
-        self._part = self.path.with_name(f".{self.path.name}.part")
+        self.part = self.path.with_name(f".{self.path.name}.part")
         self._settings = self.path.with_name(f".{self.path.name}.part.json")
         self._wanted = json.dumps({**settings, "chunk": chunk}, sort_keys=True)
         _refuse_folder(self.path)
@@ -71,12 +91,12 @@ class ResumableLines:
 
     def _take_up(self) -> int:
         """How many lines are done already; everything after the last whole chunk is cut off."""
-        known = self._settings.read_text() if self._settings.exists() and self._part.exists() else None
+        known = self._settings.read_text() if self._settings.exists() and self.part.exists() else None
         if known != self._wanted:
-            self._part.write_bytes(b"")
+            self.part.write_bytes(b"")
             self._settings.write_text(self._wanted)
             return 0
-        with self._part.open("r+b") as file:
+        with self.part.open("r+b") as file:
             ends = [0]
             for line in file:
                 if not line.endswith(b"\n"):
@@ -88,21 +108,21 @@ class ResumableLines:
 
     def keep(self, lines: int) -> None:
         """Only so many of the lines that are done: a reader that works in batches goes back to a whole one."""
-        with _as_file_errors(self.path), self._part.open("r+b") as file:
+        with _as_file_errors(self.path), self.part.open("r+b") as file:
             for _ in range(lines):
                 file.readline()
             file.truncate(file.tell())
         self.done = lines
 
     def write(self, lines: list[str]) -> None:
-        with _as_file_errors(self.path), self._part.open("a", encoding="utf-8") as file:
+        with _as_file_errors(self.path), self.part.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
             file.flush()
             os.fsync(file.fileno())
 
     def finish(self) -> None:
         with _as_file_errors(self.path):
-            os.replace(self._part, self.path)
+            os.replace(self.part, self.path)
             self._settings.unlink(missing_ok=True)
 
 
@@ -134,9 +154,12 @@ def content_hash(path: str | Path) -> str:
 
 
 def _swap(new: Path, place: Path) -> None:
-    """A folder cannot be renamed over a filled one, so the old one steps aside first."""
+    """A folder cannot be renamed over a filled one. Linux can exchange the two; elsewhere the old one steps aside."""
     if not place.exists():
         os.rename(new, place)
+        return
+    if _exchange(new, place):
+        shutil.rmtree(new, ignore_errors=True)  # which is the old one now
         return
     aside = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}.old."))
     os.rename(place, aside)
@@ -145,15 +168,22 @@ def _swap(new: Path, place: Path) -> None:
     except BaseException:
         os.rename(aside, place)
         raise
-    shutil.rmtree(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Both names at once, where the system and the file system can."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 @contextmanager
 def _as_file_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise FileError(
             f"cannot write {path}: {reason}. Nothing was changed there; free the path and try again"
         ) from error

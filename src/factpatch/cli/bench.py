@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 
-Shape = Annotated[str, typer.Option(help="bert-base, bart-base, minilm or marian.")]
+Shape = Annotated[
+    Literal["bert-base", "bart-base", "minilm", "marian"], typer.Option(help="bert-base, bart-base, minilm or marian.")
+]
 Tokens = Annotated[int, typer.Option(min=2, max=512, help="Tokens of each row; claims have about 16.")]
 
 
@@ -76,7 +78,9 @@ def train(
     model = _build(shape, device, precision, seed)
     from factpatch import bench
 
-    with progress_bar(f"{shape} on {model.device}", total=3 * (repeats + 1)) as bar:
+    with progress_bar(
+        f"{shape} on {model.device}", total=(4 if model.device.type == "cuda" else 3) * (repeats + 1)
+    ) as bar:
         times = bench.bench_train(model, edits, rows, tokens, repeats, tick=lambda: bar.advance(bar.task_ids[0]))
     summary = {**_about(shape, rows, tokens, model), **times.summary(edits)}
     if as_json:
@@ -91,7 +95,7 @@ def train(
         table.add_row(name, f"{summary[key]:.1f}", f"{summary[key] / summary['reference_edits_per_second']:.1f}")
     stdout.print(table)
     stdout.print(
-        f"{summary['fraction_of_limit']:.0%} of the limit; {summary['prepare_seconds']:.1f} s before the first step."
+        f"{summary['fraction_of_limit']:.0%} of the limit; {summary['prepare_seconds']:.1f} s for the first three."
     )
 
 
@@ -124,7 +128,7 @@ def evaluate(
     table.add_row(f"under {edits} patches", f"{summary['rows_per_second']:,.0f}")
     table.add_row("unedited", f"{summary['unedited_rows_per_second']:,.0f}")
     stdout.print(table)
-    stdout.print(f"{summary['fraction_of_unedited']:.0%} of the unedited model's speed.")
+    stdout.print(f"{summary['fraction_of_limit']:.0%} of the unedited model's speed.")
 
 
 def _build(shape: str, device: str | None, precision: str | None, seed: int) -> TaskModel:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -17,13 +18,15 @@ from rich.table import Table
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. The best there is, if left out.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of everything random.")]
-Model = Annotated[str, typer.Option(help="A model folder or a hub name.")]
+Model = Annotated[str, typer.Option(help="A model folder, a hub name, or world.")]
 Data = Annotated[str, typer.Option(help="JSON lines (KILT or your own), CounterFact's JSON, or hub:NAME:SPLIT.")]
-Precision = Annotated[str | None, typer.Option(help="fp32 or bf16. bf16 on a GPU, if left out.")]
+Precision = Annotated[Literal["fp32", "bf16"] | None, typer.Option(help="fp32 or bf16. bf16 on a GPU, if left out.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Pass over bad records and count them.")]
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
+
+LOG_SECONDS = 30  # between two lines of a run that nobody watches on a terminal
 
 
 def print_json(result: dict[str, Any]) -> None:
@@ -38,8 +41,15 @@ def working(message: str) -> Iterator[None]:
 
 
 def announce(message: str) -> None:
-    if is_main_process() and stderr.is_terminal:
-        stderr.print(message)
+    """For whoever is watching."""
+    if stderr.is_terminal:
+        warn(message)
+
+
+def warn(message: str) -> None:
+    """Also for whoever reads the log."""
+    if is_main_process():
+        stderr.print(escape(message), soft_wrap=True)
 
 
 def is_main_process() -> bool:
@@ -61,16 +71,25 @@ def show_counts(result: dict[str, Any], place: object) -> None:
 
 @contextmanager
 def status_bar(message: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar over a whole run, told its share and a line of figures."""
+    """A bar over a whole run, told its share and a line of figures; in a log, a line now and then."""
+    told = time.monotonic()
+
+    def log(share: float, figures: str) -> None:
+        nonlocal told
+        if time.monotonic() - told > LOG_SECONDS:
+            told = time.monotonic()
+            warn(f"{message} {share:.0%}  {figures}")
+
+    if not stderr.is_terminal:
+        yield log
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[figures]}"),
     )
-    with Progress(
-        *columns, console=stderr, transient=True, disable=not (is_main_process() and stderr.is_terminal)
-    ) as progress:
+    with Progress(*columns, console=stderr, transient=True, disable=not is_main_process()) as progress:
         task = progress.add_task(message, total=1.0, figures="")
         yield lambda share, figures: progress.update(task, completed=share, figures=figures)
 

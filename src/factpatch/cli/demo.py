@@ -77,16 +77,11 @@ def _show(result: dict[str, Any], own: bool) -> None:
             "This question is none of the embedded world's: the model has learnt nothing about it, and what it said "
             "before the edit was a guess. Other questions about the subject may be answered from nothing, too."
         )
-    names = {
-        "success": "success",
-        "retain": "retain",
-        "equivalence_human": "equivalence",
-        "deterioration": "deterioration",
-    }
-    rates = ", ".join(f"{name} {result[key]:.3f}" for key, name in names.items() if result[key] is not None)
-    edits = "1 edit" if own else f"{result['edits']} edits"
+    names = ("success", "retain", "equivalence", "deterioration")
+    rates = ", ".join(f"{name} {result[name]:.3f}" for name in names if result[name] is not None)
+    edits = "1 edit" if own else f"{result['edits']} edits, each"
     stdout.print(
-        f"{edits}, each tried on {result['retain_inputs']} other facts: {rates}. Measured in {result['seconds']:.0f} s."
+        f"{edits} tried on {result['retain_inputs']} other facts: {rates}. Measured in {result['seconds']:.0f} s."
     )
     stdout.print("Next:")
     for command, what in (
@@ -97,4 +92,4 @@ def _show(result: dict[str, Any], own: bool) -> None:
         ("factpatch train --help", "an editor for a model of your own"),
         ("factpatch evaluate --help", "measure it"),
     ):
-        stdout.print(f"  {escape(command)}    [dim]{what}[/]")
+        stdout.print(f"  [dim]# {what}[/]\n  {escape(command)}", soft_wrap=True)

@@ -17,7 +17,7 @@ from factpatch.facts import FactEdit, read_edits, same
 
 def edit(
     model: Model,
-    editor: Annotated[str, typer.Option(help="The folder of an editor trained for this model.")],
+    editor: Annotated[str, typer.Option(help="The folder of an editor trained for this model, or world.")],
     input: Annotated[str | None, typer.Option(help="The question or claim to edit.")] = None,
     target: Annotated[str | None, typer.Option(help="What the model should say to it.")] = None,
     facts: Annotated[
@@ -34,7 +34,7 @@ def edit(
 ) -> None:
     """Change what a model says to one input, or to many, each with its own patch. The model's files stay as they are.
 
-    Example: factpatch edit --model runs/qa --editor runs/editor --input "Burundi's capital?" --target Gitega
+    Example: factpatch edit --model world --editor world --input "What is the capital of Burundi?" --target Gitega
     """
     if (facts is None) == (input is None) or (input is None) != (target is None):
         raise typer.BadParameter("give either --input and --target, or --facts")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
     from factpatch.facts import Revision
     from factpatch.models import TaskModel
 
-METHODS = ("hyper", "finetune", "zhu", "gradient")
-
 
 def evaluate(
     model: Model,
     data: Annotated[str, typer.Option(help="Revisions to edit, as revise writes them.")],
     output: Annotated[Path, typer.Option(help="The folder for summary.json, edits.jsonl and what figures need.")],
     method: Annotated[
-        str, typer.Option(help="hyper: a trained editor. finetune, zhu: the baselines. gradient: one step.")
+        Literal["hyper", "finetune", "zhu", "gradient"],
+        typer.Option(help="hyper: a trained editor. finetune, zhu: the baselines. gradient: one step."),
     ] = "hyper",
-    editor: Annotated[str | None, typer.Option(help="The folder of an editor trained for this model.")] = None,
+    editor: Annotated[
+        str | None, typer.Option(help="The folder of an editor trained for this model, or world.")
+    ] = None,
     layers: Annotated[
         str, typer.Option(help="Of the baselines: all, a block's name, or block to have --select choose one.")
     ] = "all",
@@ -54,7 +55,8 @@ def evaluate(
     retain: Annotated[int | None, typer.Option(min=1, help="Other inputs, sampled; all, if left out.")] = None,
     loop: Annotated[int, typer.Option(min=1, help="Update until it takes, at most N times; 5 if N is left out.")] = 1,
     precision: Annotated[
-        str | None, typer.Option(help="fp32 or bf16. bf16 for classifiers on a GPU, fp32 otherwise, if left out.")
+        Literal["fp32", "bf16"] | None,
+        typer.Option(help="fp32 or bf16. bf16 for classifiers on a GPU, fp32 otherwise, if left out."),
     ] = None,
     skip_bad: SkipBad = False,
     device: Device = None,
@@ -65,12 +67,13 @@ def evaluate(
 
     Run it again after a kill and it goes on where it stopped. Several processes share the work, by accelerate launch.
 
-    Example: factpatch evaluate --model runs/qa --editor runs/qa-editor/editor --data dev.jsonl --output runs/qa-dev
+    Example: factpatch evaluate --model runs/qa --editor runs/qa-editor --data dev.jsonl --output runs/qa-dev
     """
     _check_options(method, editor, layers, bound, select, valid, loop)
     check_writable(output)
     with working("loading"):
         from factpatch.device import find_device, find_dtype, join_processes, tensor_core_products
+        from factpatch.editors import Looped
         from factpatch.evaluation import evaluate as run
         from factpatch.evaluation import sampled
         from factpatch.facts import read_revisions
@@ -79,8 +82,8 @@ def evaluate(
         prepare(seed)
         bad: list[str] = []
         revisions = list(read_revisions(data, bad.append if skip_bad else None))
+        join_processes(find_device(device))  # each of which then has a GPU of its own
         task_model = load_model(model, device)
-        task_model.model.to(join_processes(find_device(device)).device)
         # Answers are searched for among near ties, of which bf16's rounding alone decides some anew.
         searches = not isinstance(task_model, Classifier)
         task_model.cast(find_dtype(precision or ("fp32" if searches else None), device))
@@ -103,6 +106,7 @@ def evaluate(
         "loop": loop,
         "model": model,
         "editor": editor,
+        "editor_hash": chosen.editor.content_hash() if isinstance(chosen, Looped) else None,
         "data": data,
         "seed": seed,
         "tried": tried,
@@ -118,8 +122,6 @@ def evaluate(
 def _check_options(
     method: str, editor: str | None, layers: str, bound: float | None, select: bool, valid: str | None, loop: int
 ) -> None:
-    if method not in METHODS:
-        raise typer.BadParameter(f"expected one of {', '.join(METHODS)}, found {method!r}", param_hint="--method")
     if (method == "hyper") != (editor is not None):
         raise typer.BadParameter("the method hyper needs --editor, and no other method takes one")
     if method == "zhu" and (bound is None) != select:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -33,9 +33,15 @@ def fit(
         str | None, typer.Option(help="Facts that choose the best weights. A slice of train, if left out.")
     ] = None,
     holdout: Annotated[
-        int | None, typer.Option(min=1, help="Records in that slice; 1000 claims or 500 facts, if left out.")
+        int | None,
+        typer.Option(min=1, help="Records in that slice. 1000 claims, 500 facts, a tenth at most, if left out."),
     ] = None,
-    task: Annotated[str, typer.Option(help="classify: claims to labels. answer: questions to answers.")] = "classify",
+    task: Annotated[
+        Literal["classify", "answer"], typer.Option(help="classify: claims to labels. answer: questions to answers.")
+    ] = "classify",
+    labels: Annotated[
+        str | None, typer.Option(help="Labels that claims may have, by commas. Those of train, if left out.")
+    ] = None,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-5,
     batch: Annotated[int, typer.Option(help="Examples an update, over all processes.")] = 256,
     epochs: Annotated[float, typer.Option(help="How often to go through the data.")] = 10.0,
@@ -59,6 +65,8 @@ def fit(
 
     if valid and holdout:
         raise typer.BadParameter("--holdout is a slice of train; with --valid there is none", param_hint="--holdout")
+    if steps and minutes:
+        raise typer.BadParameter("give --steps or --minutes, not both", param_hint="--minutes")
     prepare(seed)
     settings = FitConfig(
         task=task,
@@ -70,6 +78,7 @@ def fit(
         dropout=dropout,
         max_tokens=max_tokens,
         holdout=holdout,
+        labels=[label.strip() for label in labels.split(",")] if labels else None,
         checkpoint_seconds=checkpoint_seconds,
         seed=seed,
     )

@@ -9,22 +9,24 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from factpatch.cli.common import Json, Seed, print_json, stdout, working
+from factpatch.cli.common import Device, Json, Seed, print_json, stdout, working
 from factpatch.files import check_writable
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders that evaluate and train have written.")],
     output: Annotated[Path, typer.Option(help="The folder for tables and figures.")],
+    device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Draw the paper's table and figures from results.
+    """Draw the paper's table and figures from results. Needs the extra `plots`.
 
     Example: factpatch report runs/a runs/b --output report
     """
     start = time.perf_counter()
     with working("drawing"):
+        from factpatch.device import find_device
         from factpatch.report import (
             contests,
             find_matplotlib,
@@ -36,6 +38,7 @@ def report(
             write_tables,
         )
 
+        find_device(device)
         find_matplotlib()
         evaluations, trainings = read_runs(runs)
         check_writable(output / "table.md")

@@ -121,7 +121,9 @@ def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
     try:
         import datasets  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError:
-        raise InputError("reading from the hub needs the datasets package: pip install 'factpatch[hub]'") from None
+        raise InputError(
+            "reading from the hub needs the datasets package; install factpatch with its extra hub"
+        ) from None
     name, *config, split = source.removeprefix("hub:").split(":") if source.count(":") > 1 else (source[4:], "train")
     try:
         yield from datasets.load_dataset(name, *config, split=split, streaming=True)
@@ -203,10 +205,8 @@ def count_records(source: str | Path) -> int | None:
     """How many there are, for progress bars; None where only reading would tell."""
     if str(source).startswith("hub:"):
         return None
-    total = [0]
-    for _ in read_jsonl(source, lambda raw: None, on_bad=lambda message: total.__setitem__(0, total[0] + 1)):
-        total[0] += 1
-    return total[0]
+    bad: list[str] = []
+    return sum(1 for _ in read_jsonl(source, lambda raw: None, on_bad=bad.append)) + len(bad)
 
 
 def source_hash(source: str | Path) -> str:

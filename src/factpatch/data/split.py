@@ -62,7 +62,7 @@ def split_facts(records: Iterable[Record], share: float, seed: int) -> Split:
 
 
 def write_split(split: Split, train: str | Path, dev: str | Path) -> None:
-    """Both files, or neither, in KILT's form with the question as input."""
+    """Both files whole, in KILT's form with the question as input."""
     if Path(train).resolve() == Path(dev).resolve():
         raise InputError(f"expected two files, found {train} for both train and dev; name another one for dev")
     refuse_gz(train)

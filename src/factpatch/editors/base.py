@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from factpatch.deltas import Delta
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
-from factpatch.patch import Patch
+from factpatch.patch import Patch, stack_patches
 
 
 class EditMethod(Protocol):
@@ -23,3 +24,7 @@ class EditMethod(Protocol):
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         """One patch for each edit, made independently of the others."""
         ...
+
+    def changes(self, model: TaskModel, edits: Sequence[FactEdit]) -> dict[str, Delta]:
+        """The same as stacks by weight, to be run side by side; some methods have these before they have patches."""
+        return stack_patches(self.propose(model, edits), model.layers)

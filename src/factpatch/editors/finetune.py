@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from factpatch.deltas import Delta, Dense, LowRank
+from factpatch.editors.base import EditMethod
 from factpatch.engine import capture, edited
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
@@ -22,8 +23,8 @@ MOST_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
-class FineTune:
-    """RMSprop on ⟨x, a⟩ until the model says a: an EditMethod whose patches are dense.
+class FineTune(EditMethod):
+    """RMSprop on ⟨x, a⟩ until the model says a; patches are dense.
 
     Edits run side by side, each with a change of its own; one that has taken is left alone. With a `bound` no weight
     may move further than that from where it was: after each step the change is projected back (Zhu et al.).
@@ -92,13 +93,15 @@ class FineTune:
 
 
 @dataclass(frozen=True)
-class GradientStep:
-    """One plain step down the gradient of ⟨x, a⟩, to compare other updates with: an EditMethod."""
+class GradientStep(EditMethod):
+    """One plain step down the gradient of ⟨x, a⟩, to compare other updates with."""
 
     layers: str = "all"
     lr: float = 1e-2
 
-    name = "gradient"
+    @property
+    def name(self) -> str:
+        return "gradient"
 
     def at_once(self, model: TaskModel) -> int:
         return MOST_AT_ONCE

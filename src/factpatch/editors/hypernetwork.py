@@ -11,6 +11,7 @@ which is, exactly and without ever making a matrix of that size,
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from factpatch import world
 from factpatch.deltas import Delta, LowRank, add, aligned
+from factpatch.editors.base import EditMethod
 from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, same
@@ -113,6 +115,14 @@ class HyperNetwork(nn.Module):
         embeddings = model.word_embeddings.detach().float().clone()
         return cls(shapes, embeddings, model.fingerprint, config or EditorConfig()).to(model.device)
 
+    def content_hash(self) -> str:
+        """Of all parameters, to know an editor again."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().numpy())
+        return digest.hexdigest()
+
     def size(self) -> int:
         """Parameters without the embedding."""
         return sum(p.numel() for p in self.parameters()) - self.fact_encoder.embedding.weight.numel()
@@ -152,13 +162,22 @@ class HyperNetwork(nn.Module):
 
     @torch.inference_mode(False)
     @torch.no_grad()
+    def changes(self, model: TaskModel, edits: Sequence[FactEdit]) -> dict[str, Delta]:
+        """One update for each edit, as stacks by weight; all edits in one batch."""
+        self._join(model)
+        deltas = self.update(model, self.batch(model, model.resolve(edits)))
+        _check_finite(deltas)
+        return deltas
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def propose(self, model: TaskModel, edits: Sequence[FactEdit], loop: int = 1) -> list[Patch]:
         """A patch for each edit.
 
         With `loop` above 1, edits that did not take are updated again, on the updated model, that many times at most;
         all updates of an edit end in its one patch.
         """
-        self.check_fits(model)
+        self._join(model)
         if loop < 1:
             raise InputError(f"expected at least one update, found loop={loop}")
         edits = model.resolve(edits)
@@ -189,12 +208,9 @@ class HyperNetwork(nn.Module):
 
     def _patches(self, edits: list[FactEdit], deltas: Mapping[str, Delta]) -> list[Patch]:
         """The stack cut into one patch an edit, without rows of B that are zero: padding's are, and change nothing."""
+        _check_finite(deltas)
         factors = {name: delta for name, delta in deltas.items() if isinstance(delta, LowRank)}
-        # What the host must know of all weights comes in two transfers: a GPU would wait at each of thousands.
-        finite = torch.stack([f.A.isfinite().all() & f.B.isfinite().all() for f in factors.values()]).tolist()
-        if not all(finite):
-            name = next(name for name, fine in zip(factors, finite, strict=True) if not fine)
-            raise InputError(f"the update of {name} is not finite; load the model in float32 or bfloat16")
+        # What the host must know of all weights comes in one transfer: a GPU would wait at each of thousands.
         used = torch.cat([f.B.ne(0).any(-1) for f in factors.values()], dim=1).cpu()  # (edits, ranks)
         per_weight = zip(factors, used.split([f.rank for f in factors.values()], dim=1), strict=True)
         per_edit: list[dict[str, Delta]] = [{} for _ in edits]
@@ -203,6 +219,10 @@ class HyperNetwork(nn.Module):
                 A, B = factors[name].A[e], factors[name].B[e]
                 changes[name] = LowRank(_used(A, rows), _used(B, rows))
         return [Patch(changes, self.base, self.name, (edit,)) for edit, changes in zip(edits, per_edit, strict=True)]
+
+    def _join(self, model: TaskModel) -> None:
+        self.check_fits(model)
+        self.to(model.device)
 
     def check_fits(self, model: TaskModel) -> None:
         if self.base != model.fingerprint:
@@ -226,6 +246,8 @@ class HyperNetwork(nn.Module):
     @classmethod
     def load(cls, folder: str | Path, device: str | torch.device = "cpu") -> HyperNetwork:
         folder = world.EDITOR if folder == "world" else Path(folder)
+        if (folder / "editor").is_dir():
+            folder = folder / "editor"  # of the run that trained it
         try:
             saved = json.loads((folder / "config.json").read_text())
             stored = load_file(folder / "editor.safetensors", device=str(device))
@@ -243,6 +265,15 @@ class HyperNetwork(nn.Module):
         return editor
 
 
+def _check_finite(deltas: Mapping[str, Delta]) -> None:
+    fine = [
+        torch.stack([tensor.isfinite().all() for tensor in delta.tensors.values()]).all() for delta in deltas.values()
+    ]
+    for name, is_fine in zip(deltas, torch.stack(fine).tolist(), strict=True):
+        if not is_fine:
+            raise InputError(f"the update of {name} is not finite; load the model in float32 or bfloat16")
+
+
 def _used(factor: Tensor, rows: Tensor) -> Tensor:
     """The rows that are used; mostly all, or all but the padding between the tokens' and the last."""
     tokens = int(rows[:-1].sum())
@@ -254,13 +285,15 @@ def _used(factor: Tensor, rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Looped:
-    """An editor that updates until an edit takes, at most `updates` times: an EditMethod."""
+class Looped(EditMethod):
+    """An editor that updates until an edit takes, at most `updates` times."""
 
     editor: HyperNetwork
     updates: int = 5
 
-    name = "hyper"
+    @property
+    def name(self) -> str:
+        return self.editor.name
 
     def at_once(self, model: TaskModel) -> int:
         return self.editor.at_once(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,23 +12,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from factpatch.constraints import kl
+from factpatch.deltas import Delta
 from factpatch.device import no_cudnn_attention
 from factpatch.editors import EditMethod
 from factpatch.engine import edited
-from factpatch.facts import FactEdit, Revision
+from factpatch.errors import InputError
+from factpatch.facts import FactEdit, Revision, same
 from factpatch.metrics import Others, Outcome, outcome
 from factpatch.models import Rows, TaskModel
-from factpatch.models.base import Encoded
 from factpatch.models.seq2seq import NO_TARGET
-from factpatch.patch import Patch, stack_patches
 
 PLACES_AT_ONCE = 8192  # whose scores over a whole vocabulary are compared together
 
 
 def teachable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
-    """All revisions, each with those alternatives only that the model can be taught to say."""
+    """All revisions, each with those alternatives only that the model can say, and does not say already."""
     sayable = model.sayable([text for revision in revisions for text in revision.alternatives])
-    return [replace(r, alternatives=tuple(text for text in r.alternatives if text in sayable)) for r in revisions]
+
+    def teachable_of(r: Revision) -> tuple[str, ...]:
+        return tuple(text for text in r.alternatives if text in sayable and not same(text, r.prediction))
+
+    return [replace(revision, alternatives=teachable_of(revision)) for revision in revisions]
 
 
 def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
@@ -42,8 +46,17 @@ def edit_of(revision: Revision) -> FactEdit:
 
 
 def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
-    """With the model's predictions of now: in another precision, or on another machine, some near ties fall apart."""
+    """With the model's predictions of now: in another precision, or on another machine, some near ties fall apart.
+
+    Where most do, the revisions are another model's, and would mean nothing to this one.
+    """
     said = model.predict([revision.input for revision in revisions], cut=True)
+    agreeing = sum(same(text, revision.prediction) for text, revision in zip(said, revisions, strict=True))
+    if agreeing < len(said) / 2:
+        raise InputError(
+            f"the model says what the revision file expects for {agreeing} of {len(said)} inputs only; "
+            "make the file anew with this model: factpatch revise"
+        )
     return [replace(revision, prediction=text) for revision, text in zip(revisions, said, strict=True)]
 
 
@@ -63,8 +76,8 @@ def measure(
     outcomes: list[Outcome] = []
     for start in range(0, len(revisions), size):
         batch = revisions[start : start + size]
-        patches = method.propose(model, [edit_of(revision) for revision in batch])
-        outcomes += [examined.outcome for examined in examiner.examine(patches, batch)]
+        examined = examiner.examine(method.changes(model, [edit_of(revision) for revision in batch]), batch)
+        outcomes += [one.outcome for one in examined]
         on_done(len(batch))
     return outcomes
 
@@ -98,23 +111,27 @@ class Examiner:
         """`edits` run side by side; with `scores`, how far the scores of predictions move is measured too."""
         self.model = model
         self.scores = scores
-        encoded = model.encode([other.input for other in others], model.max_input_tokens)
+        self.edits = edits
+        self.parts = 1  # that the device's memory makes of what is usually one batch
+        self.encoded = model.encode([other.input for other in others], model.max_input_tokens)
         self.others = others
         self.known = Others(others)
-        targets = model.encode_targets([other.prediction for other in others]) if scores else None
-        self.batches = [
-            self._batch(batch, encoded, targets)
-            for batch in model.batches([len(one["input_ids"]) * edits for one in encoded])
-        ]
+        self.targets = model.encode_targets([other.prediction for other in others]) if scores else None
+        self._make_batches()
+
+    def _make_batches(self) -> None:
+        lengths = [len(one["input_ids"]) * self.edits * self.parts for one in self.encoded]
+        self.batches = [self._batch(batch) for batch in self.model.batches(lengths)]
         # Where each input stands among those of all batches, end to end.
         self.place = np.argsort([number for batch in self.batches for number in batch.numbers])
         self.scores_before: NDArray[np.float32] | None = None
-        if scores:
+        if self.scores:
             found = [self._scores(batch, batch.before, 1)[0] for batch in self.batches]
             self.scores_before = torch.cat(found, 1)[0].cpu().numpy()[self.place]
 
-    def _batch(self, numbers: list[int], encoded: list[Encoded], targets: list | None) -> _Batch:
-        rows = self.model.collate([encoded[i] for i in numbers], [targets[i] for i in numbers] if targets else None)
+    def _batch(self, numbers: list[int]) -> _Batch:
+        targets = [self.targets[i] for i in numbers] if self.targets else None
+        rows = self.model.collate([self.encoded[i] for i in numbers], targets)
         if targets is None:
             return _Batch(numbers, rows, None, None)
         labels = rows.labels
@@ -126,12 +143,23 @@ class Examiner:
 
     @torch.no_grad()
     @no_cudnn_attention()
-    def examine(self, patches: Sequence[Patch], revisions: Sequence[Revision]) -> list[Examined]:
-        """What each patch does to its own texts and to all others."""
+    def examine(self, changes: Mapping[str, Delta], revisions: Sequence[Revision]) -> list[Examined]:
+        """What each edit's change does to its own texts and to all others."""
+        try:
+            return self._examine(changes, revisions)
+        except torch.cuda.OutOfMemoryError:
+            if all(len(batch.numbers) == 1 for batch in self.batches):
+                raise
+        torch.cuda.empty_cache()
+        self.parts *= 2
+        self._make_batches()
+        return self.examine(changes, revisions)
+
+    def _examine(self, changes: Mapping[str, Delta], revisions: Sequence[Revision]) -> list[Examined]:
         own_texts = [[r.input, *r.rephrases, *r.human_rephrases] for r in revisions]
         edits = len(revisions)
-        with edited(self.model.layers, stack_patches(patches, self.model.layers)):
-            own = _say_each(self.model, own_texts)
+        with edited(self.model.layers, changes):
+            own = _say_each(self.model, own_texts, self.parts)
             asked = [self._ask(batch, edits) for batch in self.batches]
         scores = moved = None
         if self.scores:
@@ -143,7 +171,7 @@ class Examiner:
             says = dict(zip(own_texts[e], own[e], strict=True))
             said = [text for part in asked for text in part[0][e]]
             says_others = [said[i] for i in self.place]
-            target = patches[e].edits[0].a
+            target = edit_of(revision).a
             result = outcome(revision, target, says, self.known, says_others, None if moved is None else moved[e])
             found.append(Examined(result, says, says_others, None if scores is None else scores[e]))
         return found
@@ -199,12 +227,12 @@ class Examiner:
         return score, mean_over_tokens(moved)
 
 
-def _say_each(model: TaskModel, texts: list[list[str]]) -> list[list[str]]:
+def _say_each(model: TaskModel, texts: list[list[str]], parts: int) -> list[list[str]]:
     """What each edit says to its own texts. Edits with fewer texts say their first again, so that rows line up."""
     most = max(map(len, texts))
     columns = [[own[k] if k < len(own) else own[0] for own in texts] for k in range(most)]
     encoded = [model.encode(column, model.max_input_tokens) for column in columns]
-    lengths = [max(len(one["input_ids"]) for one in column) * len(texts) for column in encoded]
+    lengths = [max(len(one["input_ids"]) for one in column) * len(texts) * parts for column in encoded]
     said: list[list[str]] = [[""] * most for _ in texts]
     for batch in model.batches(lengths):
         rows = model.collate([encoded[k][e] for e in range(len(texts)) for k in batch])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import time
@@ -10,9 +11,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
+import torch
+from accelerate.utils import gather_object
 
-from factpatch.device import join_processes
+from factpatch.device import from_first, join_processes
 from factpatch.editors import BOUNDS, EditMethod, FineTune
 from factpatch.errors import InputError
 from factpatch.evaluation.details import write_details
@@ -22,6 +24,7 @@ from factpatch.files import ResumableLines, atomic_file
 from factpatch.metrics import Outcome, intervals, summary
 from factpatch.models import Classifier, TaskModel
 from factpatch.models.layers import block_names
+from factpatch.patch import stack_patches
 
 SELECT_EDITS, SELECT_INPUTS = 50, 200  # that a baseline's block and bound are chosen on
 
@@ -48,12 +51,17 @@ def evaluate(
     settings: dict[str, Any],
     on_done: Callable[[int], object] = lambda edits: None,
 ) -> dict[str, Any]:
-    """Writes edits.jsonl, details.safetensors, examples.json and summary.json; returns the result.
+    """Revisions to edit, and other inputs to try each edit on, with what the model says to them now.
+
+    Writes edits.jsonl, details.safetensors, examples.json and summary.json; returns the result.
 
     Several processes share the batches of edits; the first writes.
     """
     start = time.perf_counter()
     state = join_processes(model.device)
+    edits, others = from_first((editable(model, predicted_now(model, edits)), predicted_now(model, others)))
+    if not edits:
+        raise InputError("nothing to edit: the model says every alternative already, or cannot say it")
     size = method.at_once(model)
     batches = [edits[start : start + size] for start in range(0, len(edits), size)]
     # The last batch may be short: chunks of one line keep what is whole, and batches start anew from there.
@@ -62,18 +70,18 @@ def evaluate(
         if state.is_main_process
         else None
     )
-    shared = [lines.done // size * size if lines else 0]
-    broadcast_object_list(shared)
+    done = from_first(lines.done // size * size if lines else 0)
     if lines:
-        lines.keep(shared[0])
-    on_done(shared[0])
-    examiner = Examiner(model, predicted_now(model, others), size, scores=True)
-    for first in range(shared[0] // size, len(batches), state.num_processes):
+        lines.keep(done)
+    on_done(done)
+    examiner = Examiner(model, others, size, scores=True)
+    for first in range(done // size, len(batches), state.num_processes):
         mine = first + state.process_index
         found: list[tuple[Revision, Examined]] = []
         if mine < len(batches):
             patches = method.propose(model, [edit_of(revision) for revision in batches[mine]])
-            found = list(zip(batches[mine], examiner.examine(patches, batches[mine]), strict=True))
+            changes = stack_patches(patches, model.layers)
+            found = list(zip(batches[mine], examiner.examine(changes, batches[mine]), strict=True))
             if mine == 0:
                 write_details(folder, examiner, patches, batches[0], [examined for _, examined in found])
         rows = [_line(revision, examined) for revision, examined in found]
@@ -83,17 +91,24 @@ def evaluate(
         on_done(len(rows))
     if lines is None:
         return {}
+    result = _summarise(model, lines.part, folder, len(others), settings, time.perf_counter() - start)
     lines.finish()
-    return _summarise(model, folder, len(others), settings, time.perf_counter() - start)
+    return result
 
 
 def _identity(
     model: TaskModel, edits: Sequence[Revision], others: Sequence[Revision], settings: dict[str, Any]
 ) -> dict[str, Any]:
     """What a resumed run must share with the one it goes on with."""
-    ids = [[revision.id for revision in part] for part in (edits, others)]
+    lines = [[revision.to_json() for revision in part] for part in (edits, others)]
     settings = {key: value for key, value in settings.items() if key != "tried"}
-    return {**settings, "fingerprint": model.fingerprint, "dtype": str(model.model.dtype), "ids": ids}
+    return {
+        **settings,
+        "fingerprint": model.fingerprint,
+        "dtype": str(model.model.dtype),
+        "products": torch.get_float32_matmul_precision(),
+        "revisions": hashlib.sha256(json.dumps(lines).encode()).hexdigest(),
+    }
 
 
 def _line(revision: Revision, examined: Examined) -> str:
@@ -107,9 +122,11 @@ def _line(revision: Revision, examined: Examined) -> str:
     return json.dumps({**about, **asdict(examined.outcome)}, ensure_ascii=False)
 
 
-def _summarise(model: TaskModel, folder: Path, inputs: int, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _summarise(
+    model: TaskModel, lines: Path, folder: Path, inputs: int, settings: dict[str, Any], seconds: float
+) -> dict[str, Any]:
     names = [field.name for field in fields(Outcome)]
-    outcomes = list(read_jsonl(folder / "edits.jsonl", lambda line: Outcome(**{name: line[name] for name in names})))
+    outcomes = list(read_jsonl(lines, lambda line: Outcome(**{name: line[name] for name in names})))
     result = {
         **summary(outcomes),
         "intervals": intervals(outcomes),
@@ -150,9 +167,7 @@ def select(
 
     block = best_of([(name, None) for name in block_names(model.layers)])[0] if layers == "block" else layers
     bound = best_of([(block, bound) for bound in BOUNDS])[1] if bounded else None
-    shared = [(block, bound, tried)]
-    broadcast_object_list(shared)  # near ties may fall differently in other processes
-    block, bound, tried = shared[0]
+    block, bound, tried = from_first((block, bound, tried))
     return FineTune(block, bound), tried
 
 

@@ -74,8 +74,11 @@ def load_model(
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelError(f"{name} has no tokenizer files beside its weights; save the tokenizer there too")
     loaded = kind(model, tokenizer)
-    if dtype is None and place.type == "cpu" and model.dtype == torch.float16:
-        dtype = torch.float32  # a CPU is slow in half precision
+    unlike = {key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])}
+    if wrong := sorted(unlike & loaded.layers.keys()):
+        raise ModelError(f"{name} lacks {len(wrong)} weights of its blocks, such as {wrong[0]}; is it whole?")
+    if dtype is None and model.dtype == torch.float16:
+        dtype = torch.float32  # whose range the gradients of an edit need; and a CPU is slow in half precision
     if dtype is not None and dtype != model.dtype:
         loaded.cast(dtype)
     loaded.model.to(place)

@@ -140,7 +140,7 @@ class TaskModel(ABC):
 
     @abstractmethod
     def sayable(self, texts: Sequence[str]) -> set[str]:
-        """Those of the model's own outputs that are also targets: text that it has said may be too long to teach it."""
+        """Those of the texts that `check_target` lets pass; what the model has said may be too long to teach."""
 
     # What follows from it
 

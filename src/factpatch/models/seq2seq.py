@@ -130,5 +130,10 @@ class Seq2Seq(TaskModel):
 
     def sayable(self, texts: Sequence[str]) -> set[str]:
         different = [text for text in dict.fromkeys(texts) if text.strip()]
-        encoded = zip(different, self.encode_targets(different), strict=True)
-        return {text for text, ids in encoded if len(ids) <= self.max_answer_tokens}
+        encoded = self.encode_targets(different)
+        spelled = self.tokenizer.batch_decode(encoded, skip_special_tokens=True) if encoded else []
+        return {
+            text
+            for text, ids, spelling in zip(different, encoded, spelled, strict=True)
+            if len(ids) <= self.max_answer_tokens and same(spelling, text)
+        }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -28,10 +29,16 @@ class _Slices(Dataset[list[T]]):
 def map_texts(texts: Sequence[str], work: Callable[[Sequence[str]], list[T]], processes: int | None = None) -> list[T]:
     """`work(texts)`, one result a text, shared among processes where there are many texts and cores to spare."""
     spare = min(8, (os.cpu_count() or 1) - 2) if processes is None else processes
-    if spare < 2 or len(texts) < WORTH_IT:
+    if spare < 2 or len(texts) < WORTH_IT or sys.platform != "linux":
         return work(texts)
     # DataLoader starts, feeds and ends the processes; they are forked, so the tokenizer need not travel.
-    loader = DataLoader(_Slices(texts, work), batch_size=None, num_workers=spare, collate_fn=_as_it_is)
+    loader = DataLoader(
+        _Slices(texts, work),
+        batch_size=None,
+        num_workers=spare,
+        collate_fn=_as_it_is,
+        multiprocessing_context="fork",
+    )
     return [result for part in loader for result in part]
 
 

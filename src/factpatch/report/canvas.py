@@ -50,7 +50,9 @@ def find_matplotlib() -> None:
     try:
         import_module("matplotlib")
     except ImportError:
-        raise InputError("expected matplotlib for the figures, found none; install factpatch[plots]") from None
+        raise InputError(
+            "expected matplotlib for the figures, found none; install factpatch with its extra plots"
+        ) from None
 
 
 def new_figure(height: float, width: float = WIDTH) -> Figure:

@@ -185,7 +185,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         names = ", ".join(PRESETS)
         raise InputError(f"no config at {path} ({error.strerror}); give a TOML file or one of {names}") from None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from factpatch.data.records import Counts, Record, read_records
 from factpatch.errors import InputError
-from factpatch.models import Classifier, TaskModel
+from factpatch.facts import normalize
 from factpatch.models.base import Encoded
 
 BUCKET = 50  # batches whose examples are sorted by length together
@@ -22,12 +22,11 @@ class Example:
     target: Any  # a class number or token numbers
 
 
-def hold_out(records: list[Record], most: int, seed: int) -> tuple[list[Record], list[Record]]:
+def hold_out(records: list[Record], size: int, seed: int) -> tuple[list[Record], list[Record]]:
     """A slice of train for choosing, and the rest for training."""
+    if not 0 < size < len(records):
+        raise InputError(f"expected at least 10 records to train on, and more than are held out, found {len(records)}")
     shuffled = random.Random(seed).sample(records, len(records))
-    size = min(most, len(records) // 10)
-    if size == 0:
-        raise InputError(f"expected at least 10 records to train on, found {len(records)}")
     return shuffled[:size], shuffled[size:]
 
 
@@ -48,13 +47,16 @@ def batches_from(examples: list[Example], size: int, seed: int, step: int) -> It
         epoch, position = epoch + 1, 0
 
 
-def read_answered(source: str | Path, skip_bad: bool, model: TaskModel | None = None) -> tuple[list[Record], Counts]:
-    """All records with answers; with a classifier given, its labels only."""
+def read_answered(
+    source: str | Path, skip_bad: bool, labels: Sequence[str] | None = None
+) -> tuple[list[Record], Counts]:
+    """All records with answers; where labels are given, with one of them."""
     counts = Counts()
+    known = set(map(normalize, labels or ()))
 
     def check(record: Record) -> None:
-        if isinstance(model, Classifier):
-            model.check_target(record.answers[0])
+        if known and normalize(record.answers[0]) not in known:
+            raise InputError(f"expected a label out of {', '.join(labels or ())}, found {record.answers[0]!r}")
 
     records = [
         replace(r, raw={}) for r in read_records(source, counts, need_answers=True, check=check, skip_bad=skip_bad)

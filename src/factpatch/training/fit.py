@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from factpatch.data.records import Counts, Record, source_hash
-from factpatch.device import join_processes, no_cudnn_attention
+from factpatch.device import find_device, join_processes, no_cudnn_attention
 from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize
-from factpatch.files import atomic_folder
+from factpatch.files import files_into
 from factpatch.metrics import accuracy
 from factpatch.models import Seq2Seq, TaskModel, load_model
 from factpatch.models.seq2seq import MAX_ANSWER_TOKENS
@@ -52,7 +52,8 @@ class FitConfig:
     entropy: float = 0.1  # classifiers: how much of the predictions' entropy is taken off the loss
     label_smoothing: float = 0.1  # encoder-decoders
     dropout: float | None = None  # as the model's config says, if left out
-    holdout: int | None = None  # records of train that choose the best weights: 1000 claims, or 500 facts
+    labels: list[str] | None = None  # that claims may have; those of the training file, if left out
+    holdout: int | None = None  # records of train that choose the best weights: 1000 claims, 500 facts, a tenth at most
     validations: int = 20  # how often they do
     checkpoint_seconds: float = 60.0
     seed: int = 0
@@ -107,27 +108,34 @@ class Fit:
         """Trains, keeps the weights that are best on a slice held out of train, or on `valid`; measures them on dev."""
         config = self.config
         torch.manual_seed(config.seed)
-        self.train_hash = source_hash(train)
-        records, counts = read_answered(train, skip_bad)
+        self.identity = {
+            "model_name": self.model_name,
+            "train": source_hash(train),
+            "valid": source_hash(valid) if valid else None,
+        }
+        records, counts = read_answered(train, skip_bad, labels=config.labels)
         labels = None
         if config.task == "classify":
             spellings = {normalize(record.answers[0]): record.answers[0] for record in reversed(records)}
-            labels = sorted(spellings.values())
+            labels = sorted(config.labels or spellings.values())
         if labels and not 2 <= len(labels) <= 100:
             raise InputError(
                 f"expected 2 to 100 labels in {train}, found {len(labels)}; for free answers use --task answer"
             )
+        on_gpu = (device := find_device(self.device)).type == "cuda"
+        join_processes(device)
         # On a GPU the mixed precision of Accelerate; on CPU float32 throughout.
         self.model = load_model(self.model_name, self.device, torch.float32, config.task, labels, config.dropout)
-        on_gpu = self.model.device.type == "cuda"
-        join_processes(self.model.device)
         self.accelerator = Accelerator(mixed_precision="bf16" if on_gpu else "no", cpu=not on_gpu)
         self.model.model.to(self.accelerator.device)
-        dev_records, dev_counts = read_answered(dev, skip_bad, self.model) if dev else ([], Counts())
+        dev_records, dev_counts = read_answered(dev, skip_bad, labels) if dev else ([], Counts())
+        valid_counts = Counts()
         if valid:
-            held_out, kept = read_answered(valid, skip_bad, self.model)[0], records
+            (held_out, valid_counts), kept = read_answered(valid, skip_bad, labels), records
         else:
-            held_out, kept = hold_out(records, config.holdout or (1000 if labels else 500), config.seed)
+            held_out, kept = hold_out(
+                records, config.holdout or min(1000 if labels else 500, len(records) // 10), config.seed
+            )
         examples = self._examples(kept)
         if config.task == "answer":
             self._set_answer_length(examples)
@@ -144,8 +152,9 @@ class Fit:
             "records": counts.read,
             "examples": len(examples),
             "dev_records": len(dev_records),
-            "left_out": counts.left_out + dev_counts.left_out,
-            "bad": counts.bad + dev_counts.bad,
+            "labels": labels,
+            "left_out": counts.left_out + dev_counts.left_out + valid_counts.left_out,
+            "bad": counts.bad + dev_counts.bad + valid_counts.bad,
             "seconds": seconds,
         }
         if self.accelerator.is_main_process:
@@ -170,7 +179,7 @@ class Fit:
         self.clock = Clock(total, config.minutes, earlier)
         saved = time.perf_counter()
         loss = torch.zeros(())
-        done = self.clock.share(self.step)
+        done, _ = agree(self.accelerator, self.clock.share(self.step), False)
         validated = int(done * config.validations)
         with stop_signals() as asked_to_stop:
             for batch in batches_from(examples, config.batch, config.seed, self.step):
@@ -241,7 +250,16 @@ class Fit:
         limit = min(self.config.max_tokens, self.model.max_input_tokens)
         encoded = self.model.encode([text for text, _ in pairs], limit)
         targets = self.model.encode_targets([target for _, target in pairs])
+        self._check_lengths(pairs, targets)
         return [Example(*pair) for pair in zip(encoded, targets, strict=True)]
+
+    def _check_lengths(self, pairs: Sequence[tuple[str, str]], targets: Sequence[Any]) -> None:
+        for (text, _), target in zip(pairs, targets, strict=True):
+            if isinstance(target, list) and len(target) > self.model.max_input_tokens:
+                raise InputError(
+                    f"the model can say {self.model.max_input_tokens} tokens, the answer to {text[:60]!r} has "
+                    f"{len(target)}; shorten it, or leave it out"
+                )
 
     def _set_answer_length(self, examples: Sequence[Example]) -> None:
         """The model may say as much as its longest answer; its folder will say so, and how it searches."""
@@ -263,9 +281,8 @@ class Fit:
             "random": random_state(),
         }
         numbers = {
+            **self.identity,
             "config": asdict(self.config),
-            "model_name": self.model_name,
-            "train": self.train_hash,
             "step": self.step,
             "best_step": self.best_step,
             "best_score": self.best_score,
@@ -276,9 +293,11 @@ class Fit:
 
     def _take_up(self, optimizer: torch.optim.Optimizer) -> tuple[float, float | None]:
         """Everything as it was at the checkpoint; the seconds spent by then, and the last held-out score."""
+        if self.accelerator.is_main_process:
+            self.folder.sweep()
         tensors, numbers = load_checkpoint(self.folder.checkpoint)
-        wanted = {**asdict(self.config), "model_name": self.model_name, "train": self.train_hash}
-        found = {**numbers["config"], "model_name": numbers["model_name"], "train": numbers["train"]}
+        wanted = {**asdict(self.config), **self.identity}
+        found = {**numbers["config"], **{key: numbers.get(key) for key in self.identity}}
         self.folder.check_settings(found, wanted, free=["checkpoint_seconds"])
         network = self.model.model
         network.load_state_dict(tensors["model"])
@@ -293,10 +312,11 @@ class Fit:
         from factpatch import __version__
 
         about = {"factpatch": __version__, "model": self.model_name, "config": asdict(self.config), "result": result}
-        with atomic_folder(self.folder.path) as scratch:
+        with files_into(self.folder.path) as scratch:
             self.model.write_to(scratch)
             (scratch / "fit.json").write_text(json.dumps(about, indent=2) + "\n")
             (scratch / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
+        self.folder.remove_checkpoint()
 
 
 def summed_loss(model: TaskModel, examples: Sequence[Example], config: FitConfig) -> Tensor:

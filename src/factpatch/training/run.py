@@ -44,12 +44,15 @@ class RunFolder:
             raise InputError(f"the run in {self.path} had other settings: {changes}; resume it with the same ones")
 
     def sweep(self) -> None:
-        """Takes away what a kill in the middle of a write has left."""
-        for left in (*self.path.glob(".*"), *self.checkpoint.glob(".*")):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        """Takes away what a kill in the middle of a write has left; what is not ours stays."""
+        written = ("config.json", "metrics.jsonl", "editor", "last", "checkpoint", "new")
+        for left in (*(p for name in written for p in self.path.glob(f".{name}*")), *self.checkpoint.glob(".step-*")):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
     def remove_checkpoint(self) -> None:
         """In one step, so that a kill leaves either a whole one or none."""
+        if not self.checkpoint.exists():
+            return
         doomed = self.path / ".checkpoint"
         self.checkpoint.rename(doomed)
         shutil.rmtree(doomed)

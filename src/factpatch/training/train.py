@@ -19,11 +19,11 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from factpatch.data.records import source_hash
-from factpatch.device import find_dtype, join_processes
-from factpatch.editors import HyperNetwork
+from factpatch.device import find_dtype, from_first, join_processes
+from factpatch.editors import HyperNetwork, Looped
 from factpatch.errors import FileError, InputError, TrainingError
-from factpatch.evaluation import editable, measure
-from factpatch.facts import Revision, read_revisions, same
+from factpatch.evaluation import editable, measure, predicted_now
+from factpatch.facts import Revision, read_revisions
 from factpatch.files import atomic_file
 from factpatch.metrics import summary
 from factpatch.models import TaskModel
@@ -75,7 +75,7 @@ class Train:
         torch.manual_seed(config.seed)
         self.editor = HyperNetwork.for_model(model, config.editor, config.layers)
         self.parts = config.split
-        self.said = False
+        self.told_why = False
         self.step, self.best_step = 0, 0
         self.best = copy_of(self.editor)
         self.metrics: list[dict[str, Any]] = []
@@ -93,12 +93,14 @@ class Train:
         """Trains, and keeps the last editor and the one that is best on revisions held out of train, or on `valid`."""
         self.say = say
         self.train_hash = source_hash(train)
+        self.valid_hash = source_hash(valid) if valid else None
         bad: list[str] = []
         revisions = list(read_revisions(train, bad.append if skip_bad else None))
         if valid:
             self.held_out = list(read_revisions(valid, bad.append if skip_bad else None))
         else:
             self.held_out, revisions = _hold_out(revisions, self.config)
+        self.held_out = from_first(predicted_now(self.model, self.held_out))
         self.held_out_edits = editable(self.model, self.held_out)
         for name, source, edits in (
             ("held out", valid or train, self.held_out_edits),
@@ -108,7 +110,7 @@ class Train:
                 raise InputError(
                     f"{source}: expected revisions with alternatives {name}, found none; make them with revise"
                 )
-        self._check_predictions(revisions)
+        predicted_now(self.model, revisions[:64])  # or they are another model's
         table = RevisionTable(self.model, revisions, self.config)
         objective = Objective(self.model, self.config, unedited_outputs(self.model, table, on_prepared))
         self.learner = Learner(self.editor, self.config, objective, self.accelerator)
@@ -139,17 +141,6 @@ class Train:
             tracker.finish()
         return result
 
-    def _check_predictions(self, revisions: Sequence[Revision]) -> None:
-        """A revision file holds what its model said; with another model its edits would mean nothing."""
-        sample = revisions[:64]
-        said = self.model.predict([r.input for r in sample], cut=True)
-        agreeing = sum(same(r.prediction, text) for r, text in zip(sample, said, strict=True))
-        if agreeing < len(sample) / 2:
-            raise InputError(
-                f"the model says what the revision file expects for {agreeing} of its first {len(sample)} inputs only; "
-                "make the file anew with this model: factpatch revise"
-            )
-
     # The loop
 
     def _train(self, table: RevisionTable, watch: Callable[[Status], object]) -> bool:
@@ -159,7 +150,7 @@ class Train:
         self.clock = Clock(config.steps, config.minutes, self._take_up() if self.resume else 0.0)
         if config.tracker:
             self.accelerator.init_trackers("factpatch", config_to_json(config))
-        done = self.clock.share(self.step)
+        done, _ = agree(self.accelerator, self.clock.share(self.step), False)
         validated = int(done * config.validations)
         if not self.resume:
             self._checkpoint()
@@ -179,7 +170,8 @@ class Train:
                 if due:
                     validated = int(done * config.validations)
                     self._validate(validated)
-                if due or now - told > TELL_SECONDS:
+                # Only one process looks, as a look may find that the run is lost; all of them do so at a validation.
+                if self.accelerator.is_main_process and (due or now - told > TELL_SECONDS):
                     watch(self._status(done))
                     told = now
                 if stop or overdue:
@@ -213,9 +205,9 @@ class Train:
             )
 
     def _say_once(self, why: str) -> None:
-        if why and not self.said:
+        if why and not self.told_why:
             self.say(f"a step cannot be recorded as a CUDA graph, so it takes longer than it could ({why})")
-            self.said = True
+            self.told_why = True
 
     def _start_window(self) -> None:
         """Figures are summed on the device until somebody looks at them. What is not finite stays so in the sum."""
@@ -288,15 +280,16 @@ class Train:
     def _measure(self, edits: Sequence[Revision], others: Sequence[Revision]) -> dict[str, Any]:
         """Each process measures its share of the edits; all of them know the whole."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        outcomes = measure(self.editor, self.model, edits[rank::world], others)
+        method = Looped(self.editor, self.config.updates) if self.config.updates > 1 else self.editor
+        outcomes = measure(method, self.model, edits[rank::world], others)
         return summary(gather_object(outcomes) if world > 1 else outcomes)
 
     # Files
 
     def _checkpoint(self) -> None:
-        self._look()
         if not self.accelerator.is_main_process:
             return
+        self._look()
         tensors = {
             "editor": copy_of(self.editor),
             "best": self.best,
@@ -319,9 +312,8 @@ class Train:
             self.folder.sweep()
         tensors, numbers = load_checkpoint(self.folder.checkpoint)
         wanted = self._identity()
-        flat = {**wanted["config"], "model": wanted["model"], "train": wanted["train"]}
-        found = {**numbers["config"], "model": numbers["model"], "train": numbers["train"]}
-        self.folder.check_settings(found, flat, FREE_TO_CHANGE)
+        found = {**numbers["config"], **{key: numbers.get(key) for key in wanted if key != "config"}}
+        self.folder.check_settings(found, {**wanted.pop("config"), **wanted}, FREE_TO_CHANGE)
         self.editor.load_state_dict(tensors["editor"])
         self.best = {name: tensor.to(self.model.device) for name, tensor in tensors["best"].items()}
         window = tensors["lagrangian"].pop("window")
@@ -332,7 +324,12 @@ class Train:
         return numbers["seconds"]
 
     def _identity(self) -> dict[str, Any]:
-        return {"config": config_to_json(self.config), "model": self.model.fingerprint, "train": self.train_hash}
+        return {
+            "config": config_to_json(self.config),
+            "model": self.model.fingerprint,
+            "train": self.train_hash,
+            "valid": self.valid_hash,
+        }
 
     def _write_run_files(self, result: dict[str, Any] | None = None) -> None:
         """What the run is, and how it goes."""
