@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from conftest import QUESTIONS, loud_editor
 from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForSequenceClassification
 
-from factpatch.deltas import Delta, LowRank
-from factpatch.editors import EditorConfig, HyperNetwork, load_editor
+from factpatch.deltas import Delta, LowRank, scaled
+from factpatch.editors import EditorConfig, GradientStep, HyperNetwork, load_editor
+from factpatch.editors.hypernetwork import PARTS, _grown
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel, editable_layers
@@ -101,6 +103,27 @@ def test_loop_updates_until_the_target_is_said(model: TaskModel, edits: list[Fac
     assert once != wanted, "one update must not be enough, or this test shows nothing"
     assert model.predict_patched(looped, texts) == wanted
     assert all(isinstance(patch, Patch) and patch.edits == (edit,) for patch, edit in zip(looped, edits, strict=True))
+
+
+@pytest.mark.parametrize("architecture", ["bert", "bart"])
+def test_of_a_repeated_update_the_best_part_is_taken(model: TaskModel, edits: list[FactEdit]) -> None:
+    (edit,) = model.resolve(edits[:1])
+    rows = model.rows([edit.x], [edit.a])
+
+    def loss(patch: Patch) -> float:
+        with patch.applied(model), torch.no_grad():
+            return float(model.losses(rows))
+
+    (patch,) = GradientStep(lr=1e-3).propose(model, [edit])
+    best = set()
+    for lr in (0.1, -0.1):  # down, and up the hill, where the smallest part does the least harm
+        (update,) = GradientStep(lr=lr).propose(model, [edit])
+        (grown,) = _grown(model, [edit], [patch], [update])
+        tried = [replace(update, deltas={n: scaled(d, part) for n, d in update.deltas.items()}) for part in PARTS]
+        losses = [loss(patch + one) for one in tried]
+        assert loss(grown) == pytest.approx(min(losses), rel=1e-4)
+        best.add(losses.index(min(losses)))
+    assert len(best) == 2
 
 
 def test_loop_leaves_edits_alone_that_took_at_once(bart: TaskModel) -> None:

@@ -96,6 +96,10 @@ def add(first: Delta, second: Delta) -> Delta:
     return Dense(first.dense() + second.dense())
 
 
+def scaled(change: Delta, factor: float) -> Delta:
+    return LowRank(change.A, change.B * factor) if isinstance(change, LowRank) else Dense(change.delta * factor)
+
+
 def stack(changes: list[Delta | None], shape: tuple[int, int], like: Tensor) -> Delta:
     """One change an edit (None: this edit leaves the weight alone) as a stack; ranks are filled up with zeros."""
     if any(isinstance(change, Dense) for change in changes):
