@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+
+from factpatch.cli import _number_loops, app
 
 DOCS = Path(__file__).parent.parent / "docs"
+PAGES = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
 
 
 def test_the_command_line_page_is_up_to_date() -> None:
@@ -20,7 +26,19 @@ def test_the_command_line_page_is_up_to_date() -> None:
     assert (DOCS / "cli.md").read_text() == make_cli.page(), "run `make docs`"
 
 
-@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *DOCS.rglob("*.md")], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_understood(page: Path) -> None:
+    """Their names and options, that is; they are not run."""
+    blocks = re.findall(r"^```(?:\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    for line in re.findall(r"^factpatch .+", "".join(blocks), re.MULTILINE):
+        words = _number_loops(shlex.split(line, comments=True)[1:])
+        command: Any = typer.main.get_command(app)
+        while hasattr(command, "commands"):
+            command = command.commands[words.pop(0)]
+        command.make_context(command.name, words)

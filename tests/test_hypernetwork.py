@@ -130,9 +130,6 @@ def test_loop_leaves_edits_alone_that_took_at_once(bart: TaskModel) -> None:
     editor = loud_editor(bart)
     edit = FactEdit(QUESTIONS[0], "paris")
     (once,) = editor.propose(bart, [edit])
-    said = bart.predict_patched([once], [edit.x])[0]
-    if not said:
-        pytest.skip("this seed's model says nothing after the update")
     reached = FactEdit(edit.x, "paris", "gitega")
     (again,) = _always_right(editor, bart, reached)
     assert again.rank == once.rank

@@ -51,6 +51,11 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for its name alone
+            raise
+        print("error: out of GPU memory; use --device cpu, --precision bf16, or a smaller model", file=sys.stderr)
+        sys.exit(1)
 
 
 def _number_loops(arguments: list[str]) -> list[str]:

@@ -52,8 +52,8 @@ def _draw_panel(axes: Axes, row: Row, target: str, lines: int) -> None:
         for i, answer in enumerate(answers):
             bold = same(answer, target)
             grey = others[i : i + 1] == (answer,)
-            write(left, top + 1.5 + i, f"{i + 1}", color="0.55")
-            look = {"color": "0.55" if grey else "black", "fontweight": "bold" if bold else "normal"}
+            write(left, top + 1.5 + i, f"{i + 1}", color="0.4")
+            look = {"color": "0.4" if grey else "black", "fontweight": "bold" if bold else "normal"}
             write(left + 0.03, top + 1.5 + i, _fit(answer, COLUMN - 0.03, bold), **look)
 
 

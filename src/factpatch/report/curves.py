@@ -55,13 +55,13 @@ def draw_comparison(trainings: Sequence[Training]) -> Figure:
     panels = figure.subplots(len(measured), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (key, label) in zip(panels, measured.items(), strict=True):
         for i, training in enumerate(trainings):
-            _draw_line(axes, training, key, training.name, 100, i)
+            _draw_line(axes, training, key, wrapped(training.name, 30), 100, i)
         axes.set(ylabel=f"{label}, %")
         axes.set_ylim(top=101)
         axes.grid(color="0.9")
     panels[-1].set_xlabel("step")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), handlelength=3.5)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(2, len(labels)), handlelength=3.5)
     return figure
 
 
