@@ -17,7 +17,7 @@ from factpatch.editors import EditorConfig, GradientStep, HyperNetwork, load_edi
 from factpatch.editors.hypernetwork import PARTS, _grown
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit
-from factpatch.models import TaskModel, editable_layers
+from factpatch.models import TaskModel, editable_layers, load_model
 from factpatch.patch import Patch, weight_shape
 
 _halves = {
@@ -142,6 +142,14 @@ def _always_right(editor: HyperNetwork, model: TaskModel, edit: FactEdit) -> lis
         return editor.propose(model, [edit], loop=5)
     finally:
         model.predict_patched = said  # type: ignore[method-assign] (and back)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_an_editor_joins_its_model_on_the_gpu() -> None:
+    model, editor = load_model("world", "cuda"), load_editor("world")
+    (patch,) = editor.propose(model, [FactEdit("What is the capital of Burundi?", "Gitega")])
+    with patch.applied(model):
+        assert model.predict(["What is the capital of Burundi?"]) == ["Gitega"]
 
 
 def test_save_then_load(bart: TaskModel, tmp_path: Path) -> None:
