@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -267,9 +268,10 @@ class TaskModel(ABC):
 
 def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:
     """Lists of token ids as one tensor, filled up on the right."""
-    width = max((len(row) for row in ids), default=0)
-    tensor = torch.tensor([row + [fill] * (width - len(row)) for row in ids], dtype=torch.long)
-    return tensor.to(device, non_blocking=True)
+    filled = np.full((len(ids), max(map(len, ids), default=0)), fill, dtype=np.int64)
+    for row, own in zip(filled, ids, strict=True):
+        row[: len(own)] = own
+    return torch.from_numpy(filled).to(device, non_blocking=True)
 
 
 def padded_inputs(model: TaskModel, encoded: Sequence[Encoded]) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from factpatch.models.beam import beam_search, knows
 from factpatch.models.head import align
 
 NO_TARGET = -100  # what cross_entropy leaves out
+MOST_SPELLED = 200_000  # answers that are remembered as texts
 MAX_ANSWER_TOKENS = 32  # where the model's folder says nothing
 
 
@@ -30,6 +31,7 @@ class Seq2Seq(TaskModel):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._spelled: dict[tuple[int, ...], str] = {}
         align(self._head)
         # The model's own generation settings, but for the search: a folder may ask for greedy or sampled answers.
         self.generation = copy.deepcopy(self.model.generation_config)
@@ -109,11 +111,16 @@ class Seq2Seq(TaskModel):
         return [texts[start : start + count] for start in range(0, len(texts), count)]
 
     def _decoded(self, sequences: list[list[int]]) -> list[str]:
-        """As texts; the same answer, which many questions may have, is decoded once."""
-        different = list(dict.fromkeys(map(tuple, sequences)))
-        decoded = self.tokenizer.batch_decode([list(ids) for ids in different], skip_special_tokens=True)
-        text_of = {ids: text.strip() for ids, text in zip(different, decoded, strict=True)}
-        return [text_of[tuple(ids)] for ids in sequences]
+        """As texts; the same answer, which many questions may have, and many edits leave as it is, is decoded once."""
+        fill = self.tokenizer.pad_token_id
+        keys = [tuple(ids[: next((n for n in range(len(ids), 0, -1) if ids[n - 1] != fill), 0)]) for ids in sequences]
+        if len(self._spelled) > MOST_SPELLED:
+            self._spelled.clear()
+        unknown = [ids for ids in dict.fromkeys(keys) if ids not in self._spelled]
+        if unknown:
+            decoded = self.tokenizer.batch_decode([list(ids) for ids in unknown], skip_special_tokens=True)
+            self._spelled.update((ids, text.strip()) for ids, text in zip(unknown, decoded, strict=True))
+        return [self._spelled[ids] for ids in keys]
 
     def check_target(self, target: str) -> str:
         if not target.strip():
