@@ -59,6 +59,7 @@ def evaluate(
     """
     start = time.perf_counter()
     state = join_processes(model.device)
+    identity = _identity(model, edits, others, settings)
     edits, others = from_first((editable(model, predicted_now(model, edits)), predicted_now(model, others)))
     if not edits:
         raise InputError("nothing to edit: the model says every alternative already, or cannot say it")
@@ -66,7 +67,7 @@ def evaluate(
     batches = [edits[start : start + size] for start in range(0, len(edits), size)]
     # The last batch may be short: chunks of one line keep what is whole, and batches start anew from there.
     lines = (
-        ResumableLines(folder / "edits.jsonl", _identity(model, edits, others, settings), 1)
+        ResumableLines(folder / "edits.jsonl", {**identity, "ids": [revision.id for revision in edits]}, 1)
         if state.is_main_process
         else None
     )
