@@ -36,18 +36,30 @@ class Outcome:
 
 
 class Others:
-    """Other inputs, and what is known of each before any edit. Edits are many, so this is worked out once."""
+    """Other inputs, and what is known of each before any edit. Edits are many, so this is worked out once.
+
+    Texts are numbered, and those that are the same after normalising share a number.
+    """
 
     def __init__(self, revisions: Sequence[Revision]):
-        self.inputs = np.array([normalize(r.input) for r in revisions], dtype=object)
-        self.predictions = [normalize(r.prediction) for r in revisions]
-        self.answers = [frozenset(map(normalize, r.answers)) for r in revisions]
-        self.has_answers = np.array([bool(answers) for answers in self.answers], dtype=bool)
+        self._by_form: dict[str, int] = {}
+        self._by_text: dict[str, int] = {}
+        self.inputs = self.numbers([r.input for r in revisions])  # (inputs,)
+        self.predictions = self.numbers([r.prediction for r in revisions])  # (inputs,)
+        self.answers = np.full((len(revisions), max((len(r.answers) for r in revisions), default=0)), -1)
+        for row, revision in zip(self.answers, revisions, strict=True):
+            row[: len(revision.answers)] = self.numbers(revision.answers)
+        self.has_answers = (self.answers >= 0).any(1)
         self.right = self.matches(self.predictions)
 
-    def matches(self, said: Sequence[str]) -> NDArray[np.bool_]:
-        """Which of the normalised outputs are a gold answer of their input."""
-        return np.array([text in answers for text, answers in zip(said, self.answers, strict=True)], dtype=bool)
+    def numbers(self, texts: Sequence[str]) -> NDArray[np.int64]:
+        for text in set(texts) - self._by_text.keys():
+            self._by_text[text] = self._by_form.setdefault(normalize(text), len(self._by_form))
+        return np.fromiter(map(self._by_text.__getitem__, texts), np.int64, len(texts))
+
+    def matches(self, said: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which outputs are a gold answer of their input."""
+        return (self.answers == said[:, None]).any(1)
 
 
 def outcome(
@@ -62,25 +74,24 @@ def outcome(
 
     Inputs equal to x after normalising are no other inputs, and never count as paraphrases.
     """
-    x = normalize(revision.input)
-    kept = others.inputs != x
-    now = [normalize(text) for text in says_others]
-    stays = np.array([a == b for a, b in zip(now, others.predictions, strict=True)], dtype=bool)
+    kept = others.inputs != others.numbers([revision.input])
+    now = others.numbers(says_others)
+    stays = now == others.predictions
     known = kept & others.has_answers
-    moved = kl_others[kept & stays].tolist() if kl_others is not None else []
+    moved = kl_others[kept & stays].astype(np.float64) if kl_others is not None else np.empty(0)
 
     def gives_target(texts: Sequence[str]) -> float | None:
-        return share(same(says[text], target) for text in texts if normalize(text) != x)
+        return mean(float(same(says[text], target)) for text in texts if not same(text, revision.input))
 
     return Outcome(
         success=same(says[revision.input], target),
-        retain=share(stays[kept]),
+        retain=_mean_of(stays[kept]),
         equivalence=gives_target(revision.rephrases),
         equivalence_human=gives_target(revision.human_rephrases),
-        accuracy_before=share(others.right[known]),
-        accuracy_after=share(others.matches(now)[known]),
-        kl_mean=mean(moved),
-        kl_worst=max(moved, default=None),
+        accuracy_before=_mean_of(others.right[known]),
+        accuracy_after=_mean_of(others.matches(now)[known]),
+        kl_mean=_mean_of(moved),
+        kl_worst=float(moved.max()) if len(moved) else None,
     )
 
 
@@ -116,8 +127,8 @@ def intervals(outcomes: Sequence[Outcome], samples: int = 1000, seed: int = 0) -
     return {key: np.quantile(found, [0.025, 0.975]).tolist() for key, found in sampled.items() if len(found)}
 
 
-def share(truths: Iterable[bool]) -> float | None:
-    return mean(map(float, truths))
+def _mean_of(values: NDArray[np.bool_] | NDArray[np.float64]) -> float | None:
+    return float(values.mean()) if len(values) else None
 
 
 def mean(values: Iterable[float | None]) -> float | None:
