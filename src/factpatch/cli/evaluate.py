@@ -73,7 +73,7 @@ def evaluate(
     check_writable(output)
     with working("loading"):
         from factpatch.device import find_device, find_dtype, join_processes, tensor_core_products
-        from factpatch.editors import Looped
+        from factpatch.editors import HyperNetwork
         from factpatch.evaluation import evaluate as run
         from factpatch.evaluation import sampled
         from factpatch.facts import read_revisions
@@ -99,6 +99,7 @@ def evaluate(
             chosen, tried = _selected(task_model, method, layers, to_choose_on, seed)
         else:
             chosen = _method(task_model, method, editor, layers, bound, loop)
+    inner = getattr(chosen, "editor", chosen)
     settings: dict[str, Any] = {
         "method": method,
         "layers": getattr(chosen, "layers", "all"),
@@ -106,7 +107,7 @@ def evaluate(
         "loop": loop,
         "model": model,
         "editor": editor,
-        "editor_hash": chosen.editor.content_hash() if isinstance(chosen, Looped) else None,
+        "editor_hash": inner.content_hash() if isinstance(inner, HyperNetwork) else None,
         "data": data,
         "seed": seed,
         "tried": tried,
@@ -150,7 +151,8 @@ def _method(
     from factpatch.editors import FineTune, GradientStep, Looped, load_editor
 
     if method == "hyper":
-        return Looped(load_editor(str(editor), model.device), loop)
+        loaded = load_editor(str(editor), model.device)
+        return Looped(loaded, loop) if loop > 1 else loaded
     return GradientStep(layers) if method == "gradient" else FineTune(layers, bound)
 
 

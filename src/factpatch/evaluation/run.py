@@ -80,10 +80,12 @@ def evaluate(
         mine = first + state.process_index
         found: list[tuple[Revision, Examined]] = []
         if mine < len(batches):
-            patches = method.propose(model, [edit_of(revision) for revision in batches[mine]])
-            changes = stack_patches(patches, model.layers)
+            asked = [edit_of(revision) for revision in batches[mine]]
+            # Only the first edits are drawn one by one; the others need not be cut into patches.
+            patches = method.propose(model, asked) if mine == 0 else []
+            changes = stack_patches(patches, model.layers) if patches else method.changes(model, asked)
             found = list(zip(batches[mine], examiner.examine(changes, batches[mine]), strict=True))
-            if mine == 0:
+            if patches:
                 write_details(folder, examiner, patches, batches[0], [examined for _, examined in found])
         rows = [_line(revision, examined) for revision, examined in found]
         rows = gather_object(rows) if state.num_processes > 1 else rows
