@@ -75,7 +75,7 @@ def apply(
 ) -> None:
     """Write the patched model as an ordinary Hugging Face folder.
 
-    Example: factpatch patch apply gitega.safetensors --model runs/qa --output runs/qa-patched
+    Example: factpatch patch apply gitega.safetensors --model world --output runs/patched
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileError(f"expected a new or empty folder, found {output} in use; choose another --output")
