@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from factpatch.editors.hypernetwork import HyperNetwork, WeightNormLinears
+from factpatch.editors.hypernetwork import HyperNetwork
+from factpatch.editors.network import WeightNormLinears
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
 

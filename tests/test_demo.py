@@ -10,6 +10,7 @@ from conftest import Ran
 from factpatch import demo, world
 from factpatch.editors import HyperNetwork, load_editor
 from factpatch.errors import InputError
+from factpatch.evaluation.measure import edit_of
 from factpatch.facts import same
 from factpatch.models import TaskModel, load_model
 
@@ -29,7 +30,7 @@ def test_what_is_shown_is_what_the_patched_model_says(model: TaskModel, editor: 
     result = demo.demonstrate(model, editor, revisions, seed=3)
     assert (result["edits"], result["retain_inputs"]) == (3, demo.OTHERS)
     for revision, change in zip(revisions, result["changes"], strict=True):
-        (patch,) = editor.propose(model, [demo.edit_of(revision)])
+        (patch,) = editor.propose(model, [edit_of(revision)])
         with patch.applied(model):
             assert model.predict([change["question"], change["other_wording"]]) == [
                 change["after"],

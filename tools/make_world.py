@@ -7,7 +7,6 @@ that the same machine makes the same files.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import random
 import shutil
@@ -24,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
+from factpatch.patch import hash_tensors
 from factpatch.world import EDITOR, MODEL, Fact, changes, facts
 
 SEED = 0
@@ -88,7 +88,7 @@ def main() -> None:
     ):
         shutil.rmtree(place, ignore_errors=True)
         in_half(source, place, name)
-        print(f"{name}: {fingerprint(place / name)}")
+        print(f"{name}: {hash_tensors(load_file(place / name))}")
     for left_over in ("fit.json", "metrics.jsonl"):
         (MODEL / left_over).unlink(missing_ok=True)
     size = sum(file.stat().st_size for place in (MODEL, EDITOR) for file in place.iterdir())
@@ -228,15 +228,6 @@ def in_half(source: Path, place: Path, weights: str) -> None:
     }
     save_file(tensors, place / weights, metadata={"format": "pt"})
     (place / weights).chmod(0o644)
-
-
-def fingerprint(weights: Path) -> str:
-    """sha256 of the tensors by name; the order in which a file has them means nothing."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(load_file(weights).items()):
-        digest.update(name.encode())
-        digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def run(command: str, *options: object) -> None:

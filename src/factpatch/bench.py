@@ -32,7 +32,8 @@ from transformers import (
 from factpatch.constraints import kl
 from factpatch.deltas import Delta
 from factpatch.device import find_device, find_dtype, no_cudnn_attention, tensor_core_products
-from factpatch.editors.hypernetwork import Condition, EditBatch, HyperNetwork, WeightNormLinears
+from factpatch.editors.hypernetwork import EditBatch, HyperNetwork
+from factpatch.editors.network import Condition, WeightNormLinears
 from factpatch.engine import edited
 from factpatch.errors import InputError
 from factpatch.models import Classifier, Rows, Seq2Seq, TaskModel

@@ -8,7 +8,7 @@ from typing import Any
 
 from factpatch import world
 from factpatch.editors import HyperNetwork
-from factpatch.evaluation.measure import Examiner, edit_of
+from factpatch.evaluation.measure import examine_all
 from factpatch.facts import FactEdit, Revision, normalize, same
 from factpatch.metrics import Outcome, summary
 from factpatch.models import TaskModel
@@ -25,35 +25,29 @@ def demonstrate(
 ) -> dict[str, Any]:
     """One patch, of one update, for each revision; what it does to the question, to other wordings, to other facts."""
     others = other_facts(model, seed)
-    examiner = Examiner(model, others, editor.at_once(model))
     changes: list[dict[str, Any]] = []
     outcomes: list[Outcome] = []
-    size = editor.at_once(model)
-    for start in range(0, len(revisions), size):
-        batch = revisions[start : start + size]
-        examined_batch = examiner.examine(editor.changes(model, [edit_of(revision) for revision in batch]), batch)
-        for revision, examined in zip(batch, examined_batch, strict=True):
-            wording = next(iter(revision.rephrases), None)
-            outcomes.append(examined.outcome)
-            kept = [
-                same(text, other.prediction)
-                for text, other in zip(examined.says_others, others, strict=True)
-                if not same(other.input, revision.input)
-            ]
-            changes.append(
-                {
-                    "question": revision.input,
-                    "before": revision.prediction,
-                    "target": revision.alternatives[0],
-                    "after": examined.says[revision.input],
-                    "success": examined.outcome.success,
-                    "other_wording": wording,
-                    "other_wording_after": examined.says[wording] if wording else None,
-                    "kept": sum(kept),
-                    "of": len(kept),
-                }
-            )
-        on_done(len(batch))
+    for revision, examined in examine_all(editor, model, revisions, others, on_done):
+        wording = next(iter(revision.rephrases), None)
+        outcomes.append(examined.outcome)
+        kept = [
+            same(text, other.prediction)
+            for text, other in zip(examined.says_others, others, strict=True)
+            if not same(other.input, revision.input)
+        ]
+        changes.append(
+            {
+                "question": revision.input,
+                "before": revision.prediction,
+                "target": revision.alternatives[0],
+                "after": examined.says[revision.input],
+                "success": examined.outcome.success,
+                "other_wording": wording,
+                "other_wording_after": examined.says[wording] if wording else None,
+                "kept": sum(kept),
+                "of": len(kept),
+            }
+        )
     return {**summary(outcomes), "edits": len(changes), "retain_inputs": len(others), "changes": changes}
 
 

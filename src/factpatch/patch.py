@@ -195,6 +195,15 @@ def fingerprint(layers: Mapping[str, nn.Module]) -> str:
     return digest.hexdigest()
 
 
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 of tensors by name; the order in which they come means nothing."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
 def _rewrite(model: Patchable, patches: list[Patch]) -> None:
     """Makes the weights original + patches in order; on any failure they stay as they were."""
     before = model.patches

@@ -11,7 +11,6 @@ which is, exactly and without ever making a matrix of that size,
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,47 +21,21 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from factpatch import world
-from factpatch.deltas import Delta, LowRank, add, aligned, scaled
+from factpatch.deltas import Delta, LowRank, add, scaled
 from factpatch.editors.base import EditMethod
+from factpatch.editors.network import Condition, EditorConfig, FactEncoder, WeightGroup
 from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, same
 from factpatch.files import atomic_folder
 from factpatch.models import Rows, TaskModel
 from factpatch.models.base import padded
-from factpatch.patch import Patch, stack_patches, weight_shape
+from factpatch.patch import Patch, hash_tensors, stack_patches, weight_shape
 
 PARTS = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)  # of a repeated update, of which the best is taken
 EDITS_PER_BATCH = 32  # of one `propose`, four times that on a GPU: 32 of BERT-base with 32 tokens are 0.7 GB in float32
-
-
-@dataclass(frozen=True)
-class EditorConfig:
-    """Sizes of the hyper-network. The defaults are the paper's."""
-
-    width: int = 1024  # of h, the vector that the fact is read into
-    bottleneck: int = 128  # of each weight's own network
-    lstm: int = 128  # units a side
-    max_scale: float = 1.0  # the most a gate lets through
-    gradients: bool = True  # False leaves the gradient's term out: the paper's ablation
-
-    def __post_init__(self) -> None:
-        wrong = [
-            f"{k}={getattr(self, k)}" for k in ("width", "bottleneck", "lstm", "max_scale") if getattr(self, k) <= 0
-        ]
-        if wrong:
-            raise InputError(f"expected editor sizes above 0, found {', '.join(wrong)}")
-
-
-@dataclass(frozen=True)
-class Condition:
-    """The facts as the hyper-network reads them: `y >> a || x`, tokens of the edited model."""
-
-    ids: Tensor  # (edits, tokens)
-    lengths: Tensor  # (edits,)
 
 
 @dataclass(frozen=True)
@@ -118,11 +91,7 @@ class HyperNetwork(nn.Module):
 
     def content_hash(self) -> str:
         """Of all parameters, to know an editor again."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.cpu().contiguous().numpy())
-        return digest.hexdigest()
+        return hash_tensors(self.state_dict())
 
     def size(self) -> int:
         """Parameters without the embedding."""
@@ -322,62 +291,6 @@ class Looped(EditMethod):
         return self.editor.propose(model, edits, loop=self.updates)
 
 
-class FactEncoder(nn.Module):
-    """h: the fact's text through an embedding, a bidirectional LSTM and one layer."""
-
-    def __init__(self, embeddings: Tensor, config: EditorConfig):
-        super().__init__()
-        self.embedding = nn.Embedding.from_pretrained(embeddings, freeze=False)
-        # Two one-way LSTMs: the backward one reads the text turned round inside its own length, so that it never starts
-        # on padding and no lengths have to travel to the host.
-        self.forwards = nn.LSTM(embeddings.shape[1], config.lstm, batch_first=True)
-        self.backwards = nn.LSTM(embeddings.shape[1], config.lstm, batch_first=True)
-        self.out = nn.Linear(2 * config.lstm, config.width)
-
-    def forward(self, condition: Condition) -> Tensor:
-        last = (condition.lengths - 1)[:, None]  # (edits, 1)
-        places = torch.arange(condition.ids.shape[1], device=last.device)[None]  # (1, tokens)
-        turned = condition.ids.gather(1, (last - places).clamp(min=0))
-        ends = [
-            lstm(self.embedding(ids))[0].take_along_dim(last[:, :, None], dim=1).squeeze(1)  # (edits, lstm)
-            for lstm, ids in ((self.forwards, condition.ids), (self.backwards, turned))
-        ]
-        return self.out(torch.cat(ends, dim=-1)).tanh()
-
-
-@dataclass(frozen=True)
-class Gates:
-    """What the hyper-network says of all weights of one shape: r, a, r', a' with s multiplied into r and r'."""
-
-    gradient_out: Tensor  # s·r   (weights, edits, out)
-    gradient_in: Tensor  # a     (weights, edits, in)
-    bias_out: Tensor  # s·r'  (weights, edits, out)
-    bias_in: Tensor  # a'    (weights, edits, in)
-
-    def factors(self, chosen: list[int], traces: Sequence[Trace], gradients: bool) -> list[LowRank]:
-        """A = [X ⊙ a ; a'] and B = s · [D ⊙ r ; r'] of weights whose traces have one shape, in the model's dtype."""
-        vectors = (self.gradient_in, self.bias_in, self.gradient_out, self.bias_out)
-        a, a_bias, r, r_bias = (
-            _picked(v, chosen).unsqueeze(2).to(traces[0].X.dtype) for v in vectors
-        )  # (weights, edits, 1, in or out)
-        if gradients:
-            a_bias = _with_tokens(torch.stack([trace.X for trace in traces]) * a, a_bias)
-            r_bias = _with_tokens(torch.stack([trace.D for trace in traces]) * r, r_bias)
-        return [LowRank(A, B) for A, B in zip(a_bias.unbind(0), r_bias.unbind(0), strict=True)]
-
-
-def _picked(vectors: Tensor, chosen: list[int]) -> Tensor:
-    """Not by an index, which would have to travel to the device each time."""
-    parts = vectors.unbind(0)
-    return vectors if len(chosen) == len(parts) else torch.stack([parts[i] for i in chosen])
-
-
-def _with_tokens(tokens: Tensor, last: Tensor) -> Tensor:
-    """Rows of the tokens, then the last; zeros between them where that makes a better number of rows."""
-    rank = tokens.shape[2] + 1
-    return torch.cat([tokens, F.pad(last, (0, 0, aligned(rank, last) - rank, 0))], dim=2)
-
-
 def _alike(names: Sequence[str], traces: Mapping[str, Trace]) -> list[list[int]]:
     """Numbers of the weights that were traced; those that saw as many tokens together."""
     alike: dict[torch.Size, list[int]] = {}
@@ -385,42 +298,6 @@ def _alike(names: Sequence[str], traces: Mapping[str, Trace]) -> list[list[int]]
         if name in traces:
             alike.setdefault(traces[name].X.shape, []).append(i)
     return list(alike.values())
-
-
-class WeightGroup(nn.Module):
-    """The networks of all weights of one shape, side by side: Linear, tanh, Linear, as two batched products."""
-
-    def __init__(self, weights: int, out: int, in_: int, config: EditorConfig):
-        super().__init__()
-        self.split = (out, in_, out, in_, 1)
-        self.max_scale = config.max_scale
-        self.down = WeightNormLinears(weights, config.width, config.bottleneck)
-        self.up = WeightNormLinears(weights, config.bottleneck, sum(self.split))
-
-    def forward(self, h: Tensor) -> Gates:
-        predicted = self.up(self.down(h.expand(self.down.count, *h.shape)).tanh())  # (weights, edits, 2(out + in) + 1)
-        r, a, r_bias, a_bias, eta = predicted.split(self.split, dim=-1)
-        s = self.max_scale * eta.sigmoid()
-        return Gates(s * r.softmax(-1), a, s * r_bias.softmax(-1), a_bias)
-
-
-class WeightNormLinears(nn.Module):
-    """Several weight-normed linear layers of one shape: y = g · (v x) / ‖v‖ + b, each row of v with its own norm.
-
-    Scaling the product instead of the weight gives the same result and never makes the normed weight.
-    """
-
-    def __init__(self, count: int, in_: int, out: int):
-        super().__init__()
-        self.count = count
-        bound = in_**-0.5  # as nn.Linear starts
-        self.v = nn.Parameter(torch.empty(count, out, in_).uniform_(-bound, bound))
-        self.g = nn.Parameter(self.v.detach().norm(dim=-1))
-        self.b = nn.Parameter(torch.empty(count, out).uniform_(-bound, bound))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.g / self.v.norm(dim=-1)  # (count, out)
-        return torch.bmm(x, self.v.mT) * scale[:, None] + self.b[:, None]  # (count, edits, out)
 
 
 def load_editor(folder: str | Path, device: str | torch.device = "cpu") -> HyperNetwork:

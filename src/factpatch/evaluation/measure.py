@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -71,15 +71,24 @@ def measure(
 
     Each edit is made and measured on its own; that they share forwards changes no result.
     """
+    return [examined.outcome for _, examined in examine_all(method, model, revisions, others, on_done)]
+
+
+def examine_all(
+    method: EditMethod,
+    model: TaskModel,
+    revisions: Sequence[Revision],
+    others: Sequence[Revision],
+    on_done: Callable[[int], object] = lambda edits: None,
+) -> Iterator[tuple[Revision, Examined]]:
+    """The same, with all that the edited model says."""
     size = method.at_once(model)
     examiner = Examiner(model, others, size)
-    outcomes: list[Outcome] = []
     for start in range(0, len(revisions), size):
         batch = revisions[start : start + size]
-        examined = examiner.examine(method.changes(model, [edit_of(revision) for revision in batch]), batch)
-        outcomes += [one.outcome for one in examined]
+        changes = method.changes(model, [edit_of(revision) for revision in batch])
+        yield from zip(batch, examiner.examine(changes, batch), strict=True)
         on_done(len(batch))
-    return outcomes
 
 
 @dataclass(frozen=True)

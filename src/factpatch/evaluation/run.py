@@ -51,11 +51,10 @@ def evaluate(
     settings: dict[str, Any],
     on_done: Callable[[int], object] = lambda edits: None,
 ) -> dict[str, Any]:
-    """Revisions to edit, and other inputs to try each edit on, with what the model says to them now.
+    """Writes edits.jsonl, details.safetensors, examples.json and summary.json; returns the result.
 
-    Writes edits.jsonl, details.safetensors, examples.json and summary.json; returns the result.
-
-    Several processes share the batches of edits; the first writes.
+    Edits and other inputs are taken with what the model says to them now, not when their file was made. Several
+    processes share the batches of edits; the first writes.
     """
     start = time.perf_counter()
     state = join_processes(model.device)

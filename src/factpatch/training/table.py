@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from factpatch.editors.hypernetwork import Condition, EditBatch, condition_text
+from factpatch.editors.hypernetwork import EditBatch, condition_text
+from factpatch.editors.network import Condition
 from factpatch.errors import InputError
 from factpatch.evaluation import teachable
 from factpatch.facts import FactEdit, Revision, normalize
