@@ -22,6 +22,7 @@ QUESTIONS = [
 
 if tiny.DEVICE != "cpu":  # differences of rounding that are small enough to compare by
     torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision = lambda precision: None
 
 
 @pytest.fixture(params=list(tiny.ARCHITECTURES))

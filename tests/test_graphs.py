@@ -104,4 +104,4 @@ def test_a_run_has_the_same_curve_recorded_or_not(make: object, optimizer: str, 
         if graphs:
             assert run.learner.graphed.graphs
     print(json.dumps(curves))
-    assert curves[0] == pytest.approx(curves[1], rel=1e-2)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-3)

@@ -192,7 +192,10 @@ class HyperNetwork(nn.Module):
 
     def _join(self, model: TaskModel) -> None:
         self.check_fits(model)
-        self.to(model.device)
+        # Only if need be: an LSTM that is moved, be it to where it is, puts its weights elsewhere in a GPU's memory,
+        # and recorded steps would go on with what they find where the weights were.
+        if self.fact_encoder.out.weight.device != model.device:
+            self.to(model.device)
 
     def check_fits(self, model: TaskModel) -> None:
         if self.base != model.fingerprint:
