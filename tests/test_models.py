@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from factpatch.errors import DeviceError, InputError, ModelError
 from factpatch.facts import FactEdit
 from factpatch.models import Classifier, Seq2Seq, TaskModel, editable_layers, load_model
 from factpatch.models.head import align, fill
-from factpatch.models.workers import map_texts
+from factpatch.models.workers import Workers
 
 EDITABLE = {"gpt2": 2 * 4, "bart": 2 * 6 + 2 * 10, "t5": 2 * 6 + 2 * 10, "marian": 2 * 6 + 2 * 10}
 
@@ -108,11 +112,38 @@ def test_work_shared_among_processes_keeps_its_order(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("factpatch.models.workers.SLICE", 7)
     monkeypatch.setattr("factpatch.models.workers.WORTH_IT", 10)
     texts = [f"text {i}" for i in range(100)]
-    results = map_texts(texts, lambda part: [(text, os.getpid()) for text in part], processes=2)
-    assert [text for text, _ in results] == texts
-    workers = {process for _, process in results}
-    assert len(workers) == 2
-    assert os.getpid() not in workers
+    workers = Workers(lambda part, mark: [(text + mark, os.getpid()) for text in part], processes=2)
+    first, second = workers(texts, "!"), workers(texts, "?")
+    assert [text for text, _ in first + second] == [text + "!" for text in texts] + [text + "?" for text in texts]
+    processes = {process for _, process in first + second}
+    assert len(processes) == 2  # which stay
+    assert os.getpid() not in processes
+
+
+def test_processes_end_with_the_one_that_started_them() -> None:
+    script = """
+import os, signal
+from factpatch.models import workers
+workers.WORTH_IT = 1
+pids = workers.Workers(lambda texts: [os.getpid()] * len(texts), processes=2)(["text"] * 4000)
+print(*set(pids), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in killed.stdout.split()]
+    assert pids
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 # Bad input

@@ -20,7 +20,7 @@ from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit, same
 from factpatch.files import atomic_folder
 from factpatch.models.layers import editable_layers
-from factpatch.models.workers import map_texts
+from factpatch.models.workers import Workers
 from factpatch.patch import Patch, fingerprint, stack_patches
 
 # Padded tokens of one inference batch: enough to keep the device busy, little enough to fit beside a base-sized model.
@@ -52,6 +52,7 @@ class TaskModel(ABC):
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
+        self._encode_in_parts = Workers(self._encode)
         self.layers: dict[str, nn.Module] = editable_layers(model)
         self.patches: list[Patch] = []
         self.originals: dict[str, Tensor] = {}
@@ -202,13 +203,12 @@ class TaskModel(ABC):
         """Each text as the model's inputs, not yet padded; `limit` cuts long ones."""
         if not texts:
             return []
+        return self._encode(texts, limit) if self.tokenizer.is_fast else self._encode_in_parts(texts, limit)
+
+    def _encode(self, texts: Sequence[str], limit: int | None) -> list[Encoded]:
         cut: dict[str, Any] = {"truncation": True, "max_length": limit} if limit else {}
-
-        def work(part: Sequence[str]) -> list[Encoded]:
-            columns = self.tokenizer(list(part), verbose=False, **cut)
-            return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-        return work(texts) if self.tokenizer.is_fast else map_texts(texts, work)
+        columns = self.tokenizer(list(texts), verbose=False, **cut)
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indices of texts, longest first, cut where a padded batch would grow past what the device takes well."""
