@@ -56,7 +56,7 @@ def evaluate(
     loop: Annotated[int, typer.Option(min=1, help="Update until it takes, at most N times; 5 if N is left out.")] = 1,
     precision: Annotated[
         Literal["fp32", "bf16"] | None,
-        typer.Option(help="fp32 or bf16. bf16 for classifiers on a GPU, fp32 otherwise, if left out."),
+        typer.Option(help="fp32 or bf16. bf16 for an editor of a classifier on a GPU, fp32 otherwise, if left out."),
     ] = None,
     skip_bad: SkipBad = False,
     device: Device = None,
@@ -84,16 +84,16 @@ def evaluate(
         revisions = list(read_revisions(data, bad.append if skip_bad else None))
         join_processes(find_device(device))  # each of which then has a GPU of its own
         task_model = load_model(model, device)
-        # Answers are searched for among near ties, of which bf16's rounding alone decides some anew.
-        searches = not isinstance(task_model, Classifier)
-        task_model.cast(find_dtype(precision or ("fp32" if searches else None), device))
+        # Answers are searched for among near ties, and fine-tuning stops at one; bf16's rounding decides some anew.
+        near_ties = method != "hyper" or not isinstance(task_model, Classifier)
+        task_model.cast(find_dtype(precision or ("fp32" if near_ties else None), device))
         sample, others = sampled(task_model, revisions, edits, retain, seed)
         edited = {revision.id for revision in sample}
         left = [revision for revision in revisions if revision.id not in edited]
         to_choose_on = list(read_revisions(valid, bad.append if skip_bad else None)) if valid else left
     tried: list[dict[str, Any]] = []
-    # Where no precision is asked for, a GPU multiplies in TF32: float32 with fractions of ten bits.
-    products = tensor_core_products if precision is None else nullcontext
+    # Where no precision is asked for, a GPU runs an editor in TF32: float32 with products of ten bits' fractions.
+    products = tensor_core_products if precision is None and method == "hyper" else nullcontext
     with products():
         if select:
             chosen, tried = _selected(task_model, method, layers, to_choose_on, seed)

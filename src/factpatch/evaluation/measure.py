@@ -175,6 +175,9 @@ class Examiner:
             scores, moved = (
                 torch.cat([part[k] for part in asked], 1).cpu().numpy()[:, self.place] for k in (1, 2)
             )  # (edits, inputs)
+            for revision, of_edit in zip(revisions, moved, strict=True):
+                if not np.isfinite(of_edit).all():
+                    raise InputError(f"edited, the model's scores are not finite any more; the edit is {revision.id}")
         found = []
         for e, revision in enumerate(revisions):
             says = dict(zip(own_texts[e], own[e], strict=True))
