@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "factpatch"
 # Rooms from the ground floor up. A module imports from its own room and from rooms below.
 FLOORS = [
     {"errors"},
+    {"kernels"},
     {"files", "device", "world"},
     {"facts"},
     {"deltas"},

@@ -19,7 +19,7 @@ from factpatch.device import find_device
 from factpatch.errors import DeviceError, InputError, ModelError
 from factpatch.facts import FactEdit
 from factpatch.models import Classifier, Seq2Seq, TaskModel, editable_layers, load_model
-from factpatch.models.head import align, fill
+from factpatch.models.gpu import align, fill
 from factpatch.models.workers import Workers
 
 EDITABLE = {"gpt2": 2 * 4, "bart": 2 * 6 + 2 * 10, "t5": 2 * 6 + 2 * 10, "marian": 2 * 6 + 2 * 10}

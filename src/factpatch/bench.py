@@ -281,7 +281,7 @@ def forward_and_back(model: TaskModel, network: Callable[..., Any], rows: Rows) 
 
 def bench_evaluate(
     model: TaskModel,
-    edits: int = 32,
+    edits: int | None = None,
     rows: int = 128,
     tokens: int = 16,
     repeats: int = 20,
@@ -289,6 +289,7 @@ def bench_evaluate(
 ) -> dict[str, float | int | None]:
     """Rows a second under patches, and of the unedited model."""
     editor = HyperNetwork.for_model(model)
+    edits = edits or editor.at_once(model)
     batch = random_rows(model, edits * rows, tokens)
     with torch.no_grad():
         deltas = editor.update(model, random_edits(model, edits, tokens))

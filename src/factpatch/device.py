@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -68,6 +70,21 @@ def _leave_processes() -> None:
     """Before Python is taken down: one of gloo's threads that finds it gone would abort the process."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@cache
+def has_kernels() -> bool:
+    """Whether the kernels of kernels.py run here, to be asked where something is on a GPU already."""
+    if find_spec("triton") is None or torch.cuda.get_device_capability() < (8, 0):
+        return False
+    from factpatch.kernels import Norm
+
+    one = torch.ones(16, device="cuda", dtype=torch.bfloat16)
+    try:
+        Norm.apply(one, one, one, 1e-5)
+    except Exception:  # whatever Triton lacks to build them, such as a C compiler: torch's own kernels do
+        return False
+    return True
 
 
 @contextmanager

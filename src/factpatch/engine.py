@@ -2,7 +2,7 @@
 
 For a linear layer with inputs X (tokens × in) and gradients of the edit loss at its outputs D (tokens × out), the
 gradient of its weight is Dᵀ X. Nothing of size out × in is needed to know it, nor to run a change ΔW = Bᵀ A made from
-it: `y = W x + (x Aᵀ) B`. Both are done with hooks on the layers, for all edits of a batch at once, and the model leaves
+it: `y = W x + (x Aᵀ) B`. Both are done on the layers themselves, for all edits of a batch at once, and the model leaves
 as it came.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from factpatch.deltas import Delta, LowRank
+from factpatch.device import has_kernels
 from factpatch.errors import ModelError
 
 
@@ -78,38 +79,49 @@ def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iter
     order when it repeats rows for its beams, and cached keys and values belong to their rows, so both just work.
     """
 
-    def run_under(name: str, delta: Delta) -> Callable[..., Tensor]:
+    def run_under(name: str, delta: Delta, layer: nn.Module) -> Callable[[Tensor], Tensor]:
         edits = next(iter(delta.tensors.values())).shape[0]
+        plain, itself = layer.forward, "forward" not in vars(layer)
 
-        def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            _check_rows_first(name, args[0], args[0].shape[0] % edits == 0)
-            if isinstance(delta, LowRank) and torch.is_grad_enabled() and not layer.weight.requires_grad:
-                A, B = delta.A.to(output.dtype), delta.B.to(output.dtype)
-                return _EditedLinear.apply(args[0], A, B, output.detach(), layer)
-            x = args[0].reshape(edits, -1, args[0].shape[-1])  # (edits, rows·tokens, in)
+        def forward(x: Tensor) -> Tensor:
+            _check_rows_first(name, x, x.shape[0] % edits == 0)
+            if isinstance(delta, LowRank) and itself:
+                A, B = delta.A.to(x.dtype), delta.B.to(x.dtype)
+                if not torch.is_grad_enabled():
+                    return _edited_product(layer, x, A, B)[0]
+                if not layer.weight.requires_grad:
+                    return _EditedLinear.apply(x, A, B, layer)
+            output = plain(x)
             y = output.reshape(edits, -1, output.shape[-1])  # (edits, rows·tokens, out)
-            return delta.add_rows(y, x).reshape(output.shape)
+            return delta.add_rows(y, x.reshape(edits, -1, x.shape[-1])).reshape(output.shape)
 
-        return hook
+        return forward
 
     with ExitStack() as stack:
         for name, delta in deltas.items():
-            stack.callback(layers[name].register_forward_hook(run_under(name, delta)).remove)
+            layer = layers[name]
+            before = vars(layer).get("forward")
+            layer.forward = run_under(name, delta, layer)
+            stack.callback(_restore, layer, before)
         yield
 
 
+def _restore(layer: nn.Module, forward: Callable[..., Tensor] | None) -> None:
+    del layer.forward
+    if forward is not None:
+        layer.forward = forward
+
+
 class _EditedLinear(torch.autograd.Function):
-    """y = W x + (x Aᵀ) B of a frozen layer, given W x.
+    """y = W x + (x Aᵀ) B of a frozen layer.
 
     What autograd would do by itself, without its copies: the sum is written over W x, and going back the factors' part
-    of x's gradient is added to Wᵀ's by the product that makes it. On a GPU, passes over memory are what counts.
+    of x's gradient is added to Wᵀ's. On a GPU, passes over memory are what counts; its kernel makes none for the sum.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, A: Tensor, B: Tensor, output: Tensor, layer: nn.Module) -> Tensor:
-        left = _per_edit(x, A) @ A.mT  # (edits, rows·tokens, rank)
-        output.view(len(A), -1, output.shape[-1]).baddbmm_(left, B)
-        ctx.mark_dirty(output)
+    def forward(ctx: Any, x: Tensor, A: Tensor, B: Tensor, layer: nn.Module) -> Tensor:
+        output, left = _edited_product(layer, x, A, B)
         ctx.save_for_backward(x, A, B, left)
         ctx.layer = layer
         return output
@@ -119,15 +131,46 @@ class _EditedLinear(torch.autograd.Function):
         x, A, B, left = ctx.saved_tensors
         g = gradients[0]
         per_edit = _per_edit(g, A)
-        g_left = per_edit @ B.mT
         g_x: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            weight = ctx.layer.weight if isinstance(ctx.layer, nn.Linear) else ctx.layer.weight.T  # or a Conv1D's
-            g_x = torch.matmul(g, weight)
-            g_x.view(len(A), -1, A.shape[-1]).baddbmm_(g_left, A)
+        if ctx.needs_input_grad[0] and _has_kernel(ctx.layer, g, B):
+            from factpatch.kernels import edited_product
+
+            g_x, g_left = edited_product(g, ctx.layer.weight.T, None, B, A)
+        else:
+            g_left = per_edit @ B.mT
+            if ctx.needs_input_grad[0]:
+                weight = ctx.layer.weight if isinstance(ctx.layer, nn.Linear) else ctx.layer.weight.T  # or a Conv1D's
+                g_x = torch.matmul(g, weight)
+                g_x.view(len(A), -1, A.shape[-1]).baddbmm_(g_left, A)
         g_A = g_left.mT @ _per_edit(x, A) if ctx.needs_input_grad[1] else None
         g_B = left.mT @ per_edit if ctx.needs_input_grad[2] else None
-        return g_x, g_A, g_B, None, None
+        return g_x, g_A, g_B, None
+
+
+def _edited_product(layer: nn.Module, x: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    """W x + (x Aᵀ) B, and x Aᵀ (edits, rows·tokens, rank)."""
+    if _has_kernel(layer, x, A):
+        from factpatch.kernels import edited_product
+
+        return edited_product(x, layer.weight, layer.bias, A, B)
+    left = _per_edit(x, A) @ A.mT
+    output = type(layer).forward(layer, x)
+    output.view(len(A), -1, output.shape[-1]).baddbmm_(left, B)
+    return output, left
+
+
+def _has_kernel(layer: nn.Module, x: Tensor, factor: Tensor) -> bool:
+    """A plain layer in half precision, a low rank, and enough rows of each edit to fill the kernel's tiles."""
+    return (
+        x.is_cuda
+        and type(layer) is nn.Linear
+        and x.dtype == layer.weight.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[-1] % 64 == 0
+        and factor.shape[-2] <= 64
+        and x.numel() // x.shape[-1] >= 64 * len(factor)
+        and has_kernels()
+    )
 
 
 def _per_edit(x: Tensor, stack: Tensor) -> Tensor:

@@ -102,7 +102,9 @@ def train(
 @app.command()
 def evaluate(
     shape: Shape = "minilm",
-    edits: Annotated[int, typer.Option(min=1, help="Patches side by side.")] = 32,
+    edits: Annotated[
+        int | None, typer.Option(min=1, help="Patches side by side; as many as evaluation takes, if left out.")
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows under each patch.")] = 128,
     tokens: Tokens = 16,
     precision: Precision = None,
@@ -125,7 +127,7 @@ def evaluate(
         print_json(summary)
         return
     table = Table("", "rows/s")
-    table.add_row(f"under {edits} patches", f"{summary['rows_per_second']:,.0f}")
+    table.add_row(f"under {summary['edits']} patches", f"{summary['rows_per_second']:,.0f}")
     table.add_row("unedited", f"{summary['unedited_rows_per_second']:,.0f}")
     stdout.print(table)
     stdout.print(f"{summary['fraction_of_limit']:.0%} of the unedited model's speed.")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from factpatch.deltas import LowRank, aligned
+from factpatch.device import has_kernels
 from factpatch.engine import Trace
 from factpatch.errors import InputError
 
@@ -75,12 +76,23 @@ class Gates:
     def factors(self, chosen: list[int], traces: Sequence[Trace], gradients: bool) -> list[LowRank]:
         """A = [X ⊙ a ; a'] and B = s · [D ⊙ r ; r'] of weights whose traces have one shape, in the model's dtype."""
         vectors = (self.gradient_in, self.bias_in, self.gradient_out, self.bias_out)
+        X, D = [trace.X for trace in traces], [trace.D for trace in traces]
+        if gradients and X[0].is_cuda and X[0].shape[1] < 512 and has_kernels():
+            from factpatch.kernels import GatedTokens
+
+            rank = aligned(X[0].shape[1] + 1, X[0])
+            unbound = [vector.unbind(0) for vector in vectors]
+            per_weight = [[vector[i] for vector in unbound] for i in chosen]
+            return [
+                LowRank(GatedTokens.apply(x, a, a_bias, rank), GatedTokens.apply(d, r, r_bias, rank))
+                for x, d, (a, a_bias, r, r_bias) in zip(X, D, per_weight, strict=True)
+            ]
         a, a_bias, r, r_bias = (
-            _picked(v, chosen).unsqueeze(2).to(traces[0].X.dtype) for v in vectors
+            _picked(v, chosen).unsqueeze(2).to(X[0].dtype) for v in vectors
         )  # (weights, edits, 1, in or out)
         if gradients:
-            a_bias = _with_tokens(torch.stack([trace.X for trace in traces]) * a, a_bias)
-            r_bias = _with_tokens(torch.stack([trace.D for trace in traces]) * r, r_bias)
+            a_bias = _with_tokens(torch.stack(X) * a, a_bias)
+            r_bias = _with_tokens(torch.stack(D) * r, r_bias)
         return [LowRank(A, B) for A, B in zip(a_bias.unbind(0), r_bias.unbind(0), strict=True)]
 
 

@@ -19,6 +19,7 @@ from factpatch.engine import edited
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit, same
 from factpatch.files import atomic_folder
+from factpatch.models.gpu import suit_gpu
 from factpatch.models.layers import editable_layers
 from factpatch.models.workers import Workers
 from factpatch.patch import Patch, fingerprint, stack_patches
@@ -51,6 +52,7 @@ class TaskModel(ABC):
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.model = model.eval().requires_grad_(False)
+        suit_gpu(model)
         self.tokenizer = tokenizer
         self._encode_in_parts = Workers(self._encode)
         self.layers: dict[str, nn.Module] = editable_layers(model)

@@ -15,7 +15,7 @@ from factpatch.errors import InputError
 from factpatch.facts import same
 from factpatch.models.base import Encoded, Rows, TaskModel, padded, padded_inputs
 from factpatch.models.beam import beam_search, knows
-from factpatch.models.head import align
+from factpatch.models.gpu import align
 
 NO_TARGET = -100  # what cross_entropy leaves out
 MOST_SPELLED = 200_000  # answers that are remembered as texts

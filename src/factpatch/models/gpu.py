@@ -1,0 +1,116 @@
+"""What a GPU is given in place of parts of a model that it runs slowly; elsewhere they are what they were.
+
+- Attention between short texts: torch's kernels, made for long ones, spend most of their tiles on nothing.
+- Layer norms, of which torch's kernel reaches a fifth of the memory's speed at usual widths.
+- LM heads whose vocabulary is no multiple of eight, such as Marian's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from factpatch.device import has_kernels
+
+MULTIPLE = 8  # of rows, that tensor cores take well
+HALVES = (torch.bfloat16, torch.float16)
+LONGEST, WIDEST = 64, 128  # tokens of a text and width of a head, that one program of the attention kernel holds
+WIDEST_NORM = 8192
+
+
+def suit_gpu(model: PreTrainedModel) -> None:
+    """The model says what it said before, within rounding."""
+    if not torch.cuda.is_available():
+        return
+    for module in model.modules():
+        if type(module) is nn.LayerNorm and module.bias is not None and len(module.normalized_shape) == 1:
+            module.__class__ = FrozenLayerNorm
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register("short", attend)
+        AttentionMaskInterface.register("short", sdpa_mask)
+        model.set_attn_implementation("short")
+
+
+class FrozenLayerNorm(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        short = input.is_cuda and input.dtype in HALVES and input.shape[-1] <= WIDEST_NORM
+        frozen = not self.weight.requires_grad and not torch.compiler.is_compiling()
+        if not (short and frozen and has_kernels()):
+            return super().forward(input)
+        from factpatch.kernels import Norm
+
+        return Norm.apply(input, self.weight, self.bias, self.eps)
+
+
+@torch.compiler.disable
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' own function for torch's attention says: (rows, tokens, heads, width)."""
+    rows, heads, queries, width = query.shape
+    keys = key.shape[2]
+    causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    short = (
+        query.is_cuda
+        and query.dtype in HALVES
+        and 1 < queries <= LONGEST
+        and keys <= LONGEST
+        and width <= WIDEST
+        and key.shape == value.shape == (rows, heads, keys, width)
+        and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+        and (attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1))
+        and (queries == keys or not causal)
+        and dropout == 0
+        and options.get("position_bias") is None
+        and has_kernels()
+    )
+    if not short:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling=scaling, is_causal=is_causal, **options
+        )
+    from factpatch.kernels import ShortAttention
+
+    mask = None if attention_mask is None else attention_mask.expand(rows, 1, queries, keys)
+    scale = width**-0.5 if scaling is None else scaling
+    return ShortAttention.apply(query, key, value, mask, scale, causal).transpose(1, 2), None
+
+
+class AlignedLinear(nn.Linear):
+    """Says what a Linear says; while frozen, multiplies with a copy of its weight that is filled up with zeros."""
+
+    _filled: tuple[tuple[object, ...], Tensor, Tensor | None] | None = None
+
+    @torch.compiler.disable
+    def forward(self, input: Tensor) -> Tensor:  # pyright: ignore (the decorator says less of its type)
+        weight = self.weight
+        if weight.requires_grad or weight.is_inference() or not weight.is_cuda:
+            return super().forward(input)
+        state = (weight.data_ptr(), weight.dtype, weight.device, weight._version)
+        if self._filled is None or self._filled[0] != state:
+            with torch.inference_mode(False):
+                self._filled = (state, fill(weight), None if self.bias is None else fill(self.bias))
+        return F.linear(input, *self._filled[1:])[..., : len(weight)]
+
+
+def align(head: nn.Module) -> None:
+    if type(head) is nn.Linear and len(head.weight) % MULTIPLE:
+        head.__class__ = AlignedLinear
+
+
+def fill(tensor: Tensor) -> Tensor:
+    missing = -len(tensor) % MULTIPLE
+    return torch.cat([tensor.detach(), tensor.new_zeros(missing, *tensor.shape[1:])])

@@ -1,0 +1,105 @@
+"""The GPU kernels say what torch says. With TRITON_INTERPRET=1, and Triton installed, they run on a CPU too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or interpreted):
+    pytest.skip("kernels run on a CUDA GPU only", allow_module_level=True)
+pytest.importorskip("triton")
+
+from factpatch.kernels import GatedTokens, Norm, ShortAttention, edited_product  # noqa: E402
+
+DEVICE = "cpu" if interpreted else "cuda"
+DTYPE = torch.float32 if interpreted else torch.bfloat16
+TOLERANCE = 1e-5 if interpreted else 3e-2
+
+
+def same_both_ways(ours: Callable[..., Tensor], torchs: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Outputs, and gradients of the inputs, which torch computes in float32."""
+    copies = [x.detach().float().requires_grad_() for x in inputs]
+    out, wanted = ours(*inputs), torchs(*copies)
+    g = torch.randn_like(wanted)
+    found, expected = torch.autograd.grad(out, inputs, g.to(out.dtype)), torch.autograd.grad(wanted, copies, g)
+    for one, other in zip((out, *found), (wanted, *expected), strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "width"), [(32, 32, 3, 32), (13, 13, 2, 24), (7, 21, 2, 16), (64, 50, 2, 64)]
+)
+def test_attention(queries: int, keys: int, heads: int, width: int, masked: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(3, tokens, heads, width, device=DEVICE, dtype=DTYPE).transpose(1, 2).requires_grad_()
+        for tokens in (queries, keys, keys)
+    )
+    lengths = torch.tensor([[1], [keys // 2], [keys]], device=DEVICE)
+    mask = (torch.arange(keys, device=DEVICE) < lengths)[:, None, None].expand(3, 1, queries, keys)
+    for causal in {False, queries == keys and not masked}:
+        same_both_ways(
+            lambda *qkv, causal=causal: ShortAttention.apply(*qkv, mask if masked else None, width**-0.5, causal),
+            lambda *qkv, causal=causal: F.scaled_dot_product_attention(
+                *qkv, mask if masked else None, is_causal=causal
+            ),
+            q,
+            k,
+            v,
+        )
+
+
+@pytest.mark.parametrize("width", [384, 100])
+def test_norm(width: int) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(2, width, device=DEVICE, dtype=DTYPE)
+    same_both_ways(
+        lambda x: Norm.apply(x, weight, bias, 1e-5),
+        lambda x: F.layer_norm(x, (width,), weight.float(), bias.float(), 1e-5),
+        torch.randn(3, 5, width, device=DEVICE, dtype=DTYPE, requires_grad=True),
+    )
+
+
+@pytest.mark.parametrize(("tokens", "rank"), [(7, 16), (32, 40), (15, 16)])
+def test_gated_tokens(tokens: int, rank: int) -> None:
+    torch.manual_seed(0)
+    X = torch.randn(3, tokens, 300, device=DEVICE, dtype=DTYPE)
+    wider = torch.randn(3, 700, device=DEVICE, requires_grad=True)
+    gate, last = wider[:, :300], wider[:, 400:]
+    same_both_ways(
+        lambda gate, last: GatedTokens.apply(X, gate, last, rank),
+        lambda gate, last: torch.cat(
+            [X.float() * gate[:, None], F.pad(last[:, None], (0, 0, rank - tokens - 1, 0))], dim=1
+        ),
+        gate,
+        last,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "outputs", "rank", "turned"),
+    [(128, 64, 128, 16, False), (70, 128, 100, 24, False), (96, 64, 192, 40, True)],
+)
+def test_edited_product(tokens: int, width: int, outputs: int, rank: int, turned: bool) -> None:
+    torch.manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=DEVICE, dtype=DTYPE) / 8
+
+    x, weight, bias = 8 * random(3 * tokens, width), random(outputs, width), random(outputs)
+    weight = weight.T.contiguous().T if turned else weight
+    A, B = random(3, rank, width), random(3, rank, outputs)
+    out, left = edited_product(x, weight, None if turned else bias, A, B)
+    wanted_left = x.view(3, tokens, width).float() @ A.float().mT
+    wanted = F.linear(x.float(), weight.float(), None if turned else bias.float()).view(3, tokens, outputs)
+    torch.testing.assert_close(left.float(), wanted_left, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(
+        out.view(3, tokens, outputs).float(), wanted + left.float() @ B.float(), rtol=TOLERANCE, atol=TOLERANCE
+    )
