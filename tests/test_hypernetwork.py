@@ -199,3 +199,14 @@ def test_an_update_that_is_not_finite_is_refused(bart: TaskModel) -> None:
         editor.fact_encoder.out.bias.fill_(float("nan"))
     with pytest.raises(InputError, match="not finite"):
         editor.propose(bart, [FactEdit(QUESTIONS[0], "paris")])
+
+
+def test_an_editor_on_its_models_device_is_not_moved(bart: TaskModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An LSTM that is moved gets new memory, and a recorded step knows it by its old."""
+    editor = loud_editor(bart)
+
+    def moved(*_: object) -> None:
+        raise AssertionError("moved")
+
+    monkeypatch.setattr(editor, "to", moved)
+    assert editor.propose(bart, [FactEdit(QUESTIONS[0], "paris")])

@@ -11,10 +11,11 @@ import torch
 from conftest import loud_editor
 from samples import revisions
 
+from factpatch.deltas import LowRank
 from factpatch.editors import HyperNetwork
 from factpatch.errors import InputError
 from factpatch.evaluation import editable, measure, predicted_now
-from factpatch.evaluation.measure import Examiner
+from factpatch.evaluation.measure import Examiner, edit_of
 from factpatch.facts import FactEdit, Revision
 from factpatch.metrics import Others, Outcome, outcome, summary
 from factpatch.models import Classifier, Seq2Seq, TaskModel
@@ -150,3 +151,15 @@ def test_less_at_a_time_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -
     assert measure(editor, model, edits, known) == whole
     assert max(asked) == 14
     assert asked[-1] <= 7
+
+
+def test_scores_that_are_not_finite_are_an_error() -> None:
+    model = tiny.build("bert")
+    given = predicted_now(model, revisions(model, 6))
+    edits = editable(model, given)[:2]
+    changes = HyperNetwork.for_model(model).changes(model, [edit_of(revision) for revision in edits])
+    name, change = next(iter(changes.items()))
+    assert isinstance(change, LowRank)
+    change.B[1].fill_(float("nan"))
+    with pytest.raises(InputError, match=f"not finite any more; the edit is {edits[1].id}"):
+        Examiner(model, given, 2, scores=True).examine({name: change}, edits)
