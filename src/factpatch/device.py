@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from factpatch.errors import DeviceError, InputError
@@ -47,6 +48,11 @@ def find_dtype(precision: str | None, device: str | None = None) -> torch.dtype:
     if precision not in PRECISIONS:
         raise InputError(f"expected a precision out of {', '.join(PRECISIONS)}, found {precision!r}")
     return PRECISIONS[precision]
+
+
+def onto(device: torch.device, values: Tensor) -> Tensor:
+    """Copied to the device without waiting for it; pinned, so that the values last until they are there."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def join_processes(device: torch.device) -> PartialState:

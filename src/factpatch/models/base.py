@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from factpatch.device import no_cudnn_attention
+from factpatch.device import no_cudnn_attention, onto
 from factpatch.engine import edited
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit, same
@@ -273,7 +273,7 @@ def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:
     filled = np.full((len(ids), max(map(len, ids), default=0)), fill, dtype=np.int64)
     for row, own in zip(filled, ids, strict=True):
         row[: len(own)] = own
-    return torch.from_numpy(filled).to(device, non_blocking=True)
+    return onto(device, torch.from_numpy(filled))
 
 
 def padded_inputs(model: TaskModel, encoded: Sequence[Encoded]) -> dict[str, Tensor]:

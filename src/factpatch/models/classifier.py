@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification
 
+from factpatch.device import onto
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import normalize
 from factpatch.models.base import Encoded, Rows, TaskModel, padded_inputs
@@ -32,7 +33,7 @@ class Classifier(TaskModel):
         return [self.labels.index(self.check_target(target)) for target in targets]
 
     def collate(self, encoded: Sequence[Encoded], targets: Sequence[int] | None = None) -> Rows:
-        labels = None if targets is None else torch.tensor(targets).to(self.device, non_blocking=True)
+        labels = None if targets is None else onto(self.device, torch.tensor(targets))
         return Rows(padded_inputs(self, encoded), labels)
 
     def logits(self, rows: Rows) -> Tensor:

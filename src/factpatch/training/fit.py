@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from factpatch.data.records import Counts, Record, source_hash
-from factpatch.device import find_device, join_processes, no_cudnn_attention
+from factpatch.device import find_device, join_processes, no_cudnn_attention, onto
 from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize
 from factpatch.files import files_into
@@ -328,7 +328,7 @@ def summed_loss(model: TaskModel, examples: Sequence[Example], config: FitConfig
         return classifier_losses(model.logits(rows), labels, config.entropy).sum()
     width = labels.shape[1]
     numbers = [width * i + t for i, example in enumerate(examples) for t in range(len(example.target))]
-    places = torch.tensor(numbers).to(labels.device, non_blocking=True)
+    places = onto(labels.device, torch.tensor(numbers))
     scores = model.scores(model.features(replace(rows, places=places)))
     wanted = labels.flatten().index_select(0, places)
     return F.cross_entropy(scores, wanted, label_smoothing=config.label_smoothing, reduction="sum")

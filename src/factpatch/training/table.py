@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from factpatch.device import onto
 from factpatch.editors.hypernetwork import EditBatch, condition_text
 from factpatch.editors.network import Condition
 from factpatch.errors import InputError
@@ -292,4 +293,4 @@ class _Ragged:
 
 
 def _on(device: torch.device, values: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(values).to(device, non_blocking=True)
+    return onto(device, torch.from_numpy(values))
