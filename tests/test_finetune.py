@@ -108,3 +108,10 @@ def test_a_gradient_step_goes_downhill(model: TaskModel, short_edits: list[FactE
             start = model.losses(rows).item()
             with patch.applied(model):
                 assert model.losses(rows).item() < start
+
+
+def test_weights_that_are_not_finite_are_an_error() -> None:
+    bert = tiny.build("bert")
+    edit = FactEdit("who leads france ?", tiny.other_answer(bert, "who leads france ?"))
+    with pytest.raises(InputError, match="not finite, for 'who leads france"):
+        FineTune(lr=1e38).propose(bert, [edit])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -118,6 +119,10 @@ def test_work_shared_among_processes_keeps_its_order(monkeypatch: pytest.MonkeyP
     processes = {process for _, process in first + second}
     assert len(processes) == 2  # which stay
     assert os.getpid() not in processes
+    assert copy.deepcopy(workers).pool is None
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+    assert {process for _, process in workers(texts, "!")} == {os.getpid()}, "as nobody else is there"
 
 
 def test_processes_end_with_the_one_that_started_them() -> None:

@@ -79,14 +79,14 @@ def _leave_processes() -> None:
 
 
 @cache
-def has_kernels() -> bool:
-    """Whether the kernels of kernels.py run here, to be asked where something is on a GPU already."""
-    if find_spec("triton") is None or torch.cuda.get_device_capability() < (8, 0):
+def has_kernels(device: torch.device) -> bool:
+    """Whether the kernels of kernels.py run on a GPU."""
+    if find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    from factpatch.kernels import Norm
-
-    one = torch.ones(16, device="cuda", dtype=torch.bfloat16)
     try:
+        from factpatch.kernels import Norm
+
+        one = torch.ones(16, device=device, dtype=torch.bfloat16)
         Norm.apply(one, one, one, 1e-5)
     except Exception:  # whatever Triton lacks to build them, such as a C compiler: torch's own kernels do
         return False

@@ -169,7 +169,7 @@ def _has_kernel(layer: nn.Module, x: Tensor, factor: Tensor) -> bool:
         and x.shape[-1] % 64 == 0
         and factor.shape[-2] <= 64
         and x.numel() // x.shape[-1] >= 64 * len(factor)
-        and has_kernels()
+        and has_kernels(x.device)
     )
 
 

@@ -1,10 +1,12 @@
 """GPU kernels, in Triton, of what torch's own do at a fraction of the memory's speed where texts are short.
 
-Importable where Triton is, which comes with torch for GPUs.
+Importable where Triton is, which comes with torch for GPUs. Triton launches on the thread's current device, so each
+launch makes its tensors' device that for as long.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -126,11 +128,12 @@ def _launch(
     Q, K, WIDTH = (max(16, triton.next_power_of_2(size)) for size in (queries, keys, width))
     strides = [stride for tensor in like for stride in tensor.stride()[:3]]
     seen = (0, 0, 0) if mask is None else (mask.stride(0), mask.stride(2), mask.stride(3))
-    kernel[(rows * heads,)](
-        *first, *like[1:], like[1] if mask is None else mask.view(torch.uint8), *strides, *seen, heads, queries, keys,
-        scale, width=width, Q=Q, K=K, WIDTH=WIDTH, MASKED=mask is not None, CAUSAL=causal,
-        num_warps=min(8, warps * max(1, max(Q, K) * WIDTH // 1024)),
-    )  # fmt: skip
+    with torch.cuda.device_of(like[1]):
+        kernel[(rows * heads,)](
+            *first, *like[1:], like[1] if mask is None else mask.view(torch.uint8), *strides, *seen, heads, queries,
+            keys, scale, width=width, Q=Q, K=K, WIDTH=WIDTH, MASKED=mask is not None, CAUSAL=causal,
+            num_warps=min(8, warps * max(1, max(Q, K) * WIDTH // 1024)),
+        )  # fmt: skip
 
 
 # Layer norm
@@ -173,9 +176,9 @@ class Norm(torch.autograd.Function):
         width = x.shape[-1]
         out = torch.empty_like(x)
         means, scales = x.new_empty((2, x.numel() // width), dtype=torch.float32)
-        _norm[(len(means),)](
-            out, x, weight, bias, means, scales, width, epsilon, WIDTH=triton.next_power_of_2(width), num_warps=1
-        )
+        WIDTH = triton.next_power_of_2(width)
+        with torch.cuda.device_of(x):
+            _norm[(len(means),)](out, x, weight, bias, means, scales, width, epsilon, WIDTH=WIDTH, num_warps=1)
         ctx.save_for_backward(x, weight, means, scales)
         return out
 
@@ -185,17 +188,19 @@ class Norm(torch.autograd.Function):
         g = gradients[0].contiguous()
         g_x = torch.empty_like(x)
         width = x.shape[-1]
-        _norm_back[(len(means),)](
-            g_x, g, x, weight, means, scales, width, WIDTH=triton.next_power_of_2(width), num_warps=1
-        )
+        WIDTH = triton.next_power_of_2(width)
+        with torch.cuda.device_of(x):
+            _norm_back[(len(means),)](g_x, g, x, weight, means, scales, width, WIDTH=WIDTH, num_warps=1)
         return g_x, None, None, None
 
 
 # A layer under edits. One program makes a tile of the output of one edit: the layer's own product and the factors' at
 # once, so that the sum takes no pass over memory.
 
-# By rank, at most: rows, outputs and inputs of a tile; warps, and stages of loading.
-TILES = {32: ((128, 128, 64), 4, 3), 64: ((128, 256, 64), 8, 3)}
+# Rows, outputs and inputs of a tile; warps, and stages of loading. The large one is for ranks above 32 on GPUs with
+# the shared memory that it takes.
+SMALL, LARGE = ((128, 128, 64), 4, 3), ((128, 256, 64), 8, 3)
+LARGE_BYTES = 172_032
 
 
 @triton.jit
@@ -244,13 +249,19 @@ def edited_product(x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B:
     outputs, tokens = B.shape[2], x.numel() // (width * edits)
     out, left = x.new_empty(*x.shape[:-1], outputs), x.new_empty(edits, tokens, rank)
     RANK = max(16, triton.next_power_of_2(rank))
-    (ROWS, OUT, IN), warps, stages = TILES[max(32, RANK)]
-    _edited_product[(edits * triton.cdiv(tokens, ROWS) * triton.cdiv(outputs, OUT),)](
-        out, left, x, weight, bias if bias is not None else x, A, B, tokens, width, outputs, rank, *weight.stride(),
-        BIASED=bias is not None, RANK=RANK, ROWS=ROWS, OUT=OUT, IN=IN,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    (ROWS, OUT, IN), warps, stages = LARGE if RANK > 32 and _shared_memory(x.device) >= LARGE_BYTES else SMALL
+    with torch.cuda.device_of(x):
+        _edited_product[(edits * triton.cdiv(tokens, ROWS) * triton.cdiv(outputs, OUT),)](
+            out, left, x, weight, bias if bias is not None else x, A, B, tokens, width, outputs, rank, *weight.stride(),
+            BIASED=bias is not None, RANK=RANK, ROWS=ROWS, OUT=OUT, IN=IN, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return out, left
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
 
 
 # Factors of an update. One program makes all rows of one edit's factor, and a block of its width.
@@ -310,4 +321,5 @@ def _launch_gate(kernel: Any, first: tuple[Tensor | int, ...], X: Tensor, rank: 
     edits, tokens, width = X.shape
     RANK = triton.next_power_of_2(rank)
     WIDTH = max(16, 4096 // RANK)
-    kernel[(edits, triton.cdiv(width, WIDTH))](*first, tokens, rank, width, RANK=RANK, WIDTH=WIDTH, num_warps=4)
+    with torch.cuda.device_of(X):
+        kernel[(edits, triton.cdiv(width, WIDTH))](*first, tokens, rank, width, RANK=RANK, WIDTH=WIDTH, num_warps=4)

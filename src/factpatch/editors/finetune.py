@@ -68,13 +68,17 @@ class FineTune(EditMethod):
                 gradients = self._gradients(model, rows, changes)
             going = torch.tensor(failed, device=model.device)[:, None, None]
             for change, gradient in zip(changes.values(), gradients, strict=True):
-                change.grad = gradient * going
+                change.grad = gradient.where(going, 0.0)
             # A gradient of nothing moves nothing, so an edit that has taken stays as it is.
             optimizer.step()
             for change in changes.values():
                 change.grad = None
                 if self.bound is not None:
                     change.clamp_(-self.bound, self.bound)
+        finite = torch.stack([change.isfinite().flatten(1).all(1) for change in changes.values()]).all(0)  # (edits,)
+        for edit, is_finite in zip(edits, finite.tolist(), strict=True):
+            if not is_finite:
+                raise InputError(f"fine-tuning ended in weights that are not finite, for {edit.x!r}; lower lr")
         return [
             Patch({n: Dense(c[e].clone()) for n, c in changes.items()}, model.fingerprint, self.name, (edit,))
             for e, edit in enumerate(edits)

@@ -77,7 +77,7 @@ class Gates:
         """A = [X ⊙ a ; a'] and B = s · [D ⊙ r ; r'] of weights whose traces have one shape, in the model's dtype."""
         vectors = (self.gradient_in, self.bias_in, self.gradient_out, self.bias_out)
         X, D = [trace.X for trace in traces], [trace.D for trace in traces]
-        if gradients and X[0].is_cuda and X[0].shape[1] < 512 and has_kernels():
+        if gradients and X[0].is_cuda and X[0].shape[1] < 512 and has_kernels(X[0].device):
             from factpatch.kernels import GatedTokens
 
             rank = aligned(X[0].shape[1] + 1, X[0])

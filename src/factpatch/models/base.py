@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,7 +54,7 @@ class TaskModel(ABC):
         self.model = model.eval().requires_grad_(False)
         suit_gpu(model)
         self.tokenizer = tokenizer
-        self._encode_in_parts = Workers(self._encode)
+        self._encode_shared = Workers(partial(_encode, tokenizer))
         self.layers: dict[str, nn.Module] = editable_layers(model)
         self.patches: list[Patch] = []
         self.originals: dict[str, Tensor] = {}
@@ -205,12 +205,7 @@ class TaskModel(ABC):
         """Each text as the model's inputs, not yet padded; `limit` cuts long ones."""
         if not texts:
             return []
-        return self._encode(texts, limit) if self.tokenizer.is_fast else self._encode_in_parts(texts, limit)
-
-    def _encode(self, texts: Sequence[str], limit: int | None) -> list[Encoded]:
-        cut: dict[str, Any] = {"truncation": True, "max_length": limit} if limit else {}
-        columns = self.tokenizer(list(texts), verbose=False, **cut)
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return _encode(self.tokenizer, texts, limit) if self.tokenizer.is_fast else self._encode_shared(texts, limit)
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indices of texts, longest first, cut where a padded batch would grow past what the device takes well."""
@@ -266,6 +261,12 @@ class TaskModel(ABC):
                     f"the model already says {edit.y!r} to {edit.x!r}; give a target that differs from its prediction"
                 )
         return resolved
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int | None) -> list[Encoded]:
+    cut: dict[str, Any] = {"truncation": True, "max_length": limit} if limit else {}
+    columns = tokenizer(list(texts), verbose=False, **cut)
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:

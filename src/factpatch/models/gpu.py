@@ -32,8 +32,6 @@ def suit_gpu(model: PreTrainedModel) -> None:
         if type(module) is nn.LayerNorm and module.bias is not None and len(module.normalized_shape) == 1:
             module.__class__ = FrozenLayerNorm
     if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register("short", attend)
-        AttentionMaskInterface.register("short", sdpa_mask)
         model.set_attn_implementation("short")
 
 
@@ -41,7 +39,7 @@ class FrozenLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         short = input.is_cuda and input.dtype in HALVES and input.shape[-1] <= WIDEST_NORM
         frozen = not self.weight.requires_grad and not torch.compiler.is_compiling()
-        if not (short and frozen and has_kernels()):
+        if not (short and frozen and has_kernels(input.device)):
             return super().forward(input)
         from factpatch.kernels import Norm
 
@@ -76,7 +74,7 @@ def attend(
         and (queries == keys or not causal)
         and dropout == 0
         and options.get("position_bias") is None
-        and has_kernels()
+        and has_kernels(query.device)
     )
     if not short:
         return sdpa_attention_forward(
@@ -87,6 +85,10 @@ def attend(
     mask = None if attention_mask is None else attention_mask.expand(rows, 1, queries, keys)
     scale = width**-0.5 if scaling is None else scaling
     return ShortAttention.apply(query, key, value, mask, scale, causal).transpose(1, 2), None
+
+
+AttentionInterface.register("short", attend)
+AttentionMaskInterface.register("short", sdpa_mask)
 
 
 class AlignedLinear(nn.Linear):
