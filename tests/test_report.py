@@ -248,11 +248,13 @@ def test_cosines_over_shared_edits(tmp_path: Path) -> None:
         sketched(tmp_path / "a", {"1": [1, 0], "2": [1, 1], "3": [0, 2]}),
         sketched(tmp_path / "b", {"2": [2, 2], "1": [0, -3], "4": [5, 5]}),
         sketched(tmp_path / "c", {"1": [0, 0], "3": [0, -1]}),
-        sketched(tmp_path / "d", {"1": [1, 0]}, model="another"),
+        sketched(tmp_path / "d", {"1": [1, 0]}, model="another", fingerprint="f"),
+        sketched(tmp_path / "e", {"1": [2, 0]}, model="its other name", fingerprint="f"),
     ]
     runs, _ = read_runs(folders)
     found = cosines(runs)
     assert np.diag(found) == pytest.approx(1)
+    assert found[3, 4] == pytest.approx(1), "one model, whatever its folder is called"
     assert found[0, 1] == found[1, 0] == pytest.approx(0.5), "of edit 1 it is 0, of edit 2 it is 1"
     assert found[0, 2] == pytest.approx(-1), "an update of nothing has no direction"
     assert np.isnan([found[1, 2], found[0, 3]]).all(), "no edits, or no weights, in common"

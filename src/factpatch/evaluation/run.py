@@ -136,9 +136,8 @@ def _summarise(
         "retain_inputs": inputs,
         "seconds": seconds,
     }
-    write_summary(
-        folder, {"task": "classify" if isinstance(model, Classifier) else "answer", **settings, "result": result}
-    )
+    task = "classify" if isinstance(model, Classifier) else "answer"
+    write_summary(folder, {"task": task, "fingerprint": model.fingerprint, **settings, "result": result})
     return result
 
 

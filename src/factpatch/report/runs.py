@@ -58,7 +58,7 @@ class Evaluation:
     name: str  # of the folder, with as much of its path as tells it from the others
     label: str  # what was run, in words; no two of a task are alike once all are read
     task: str
-    model: str
+    model: str  # its fingerprint, or in old results its path
     result: dict[str, float | None]  # METRICS, rates from 0 to 1
     intervals: dict[str, tuple[float, float]]
     edits: int
@@ -132,7 +132,7 @@ def _read_evaluation(folder: Path, name: str) -> Evaluation:
         name=name,
         label=_label(summary, path),
         task=_choice(summary, "task", TASKS, path),
-        model=str(Path(str(summary.get("model")))),
+        model=str(summary.get("fingerprint") or Path(str(summary.get("model")))),
         result={metric: _number(result, metric, path) for metric in METRICS},
         intervals=_intervals(result.get("intervals"), path),
         edits=int(_number(result, "edits", path) or 0),
