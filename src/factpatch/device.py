@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -50,9 +51,10 @@ def find_dtype(precision: str | None, device: str | None = None) -> torch.dtype:
     return PRECISIONS[precision]
 
 
-def onto(device: torch.device, values: Tensor) -> Tensor:
-    """Copied to the device without waiting for it; pinned, so that the values last until they are there."""
-    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+def onto(device: torch.device, values: NDArray[Any] | Sequence[int]) -> Tensor:
+    """As a tensor there, without waiting for the device; pinned, so that the values last until they are copied."""
+    tensor = torch.as_tensor(values)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def join_processes(device: torch.device) -> PartialState:
@@ -76,6 +78,11 @@ def _leave_processes() -> None:
     """Before Python is taken down: one of gloo's threads that finds it gone would abort the process."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def kernels_take(x: Tensor) -> bool:
+    """Whether the kernels for a model's layers take it: half precision, on a GPU that they run on."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_kernels(x.device)
 
 
 @cache

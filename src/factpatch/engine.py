@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from factpatch.deltas import Delta, LowRank
-from factpatch.device import has_kernels
+from factpatch.device import kernels_take
 from factpatch.errors import ModelError
 
 
@@ -162,14 +162,12 @@ def _edited_product(layer: nn.Module, x: Tensor, A: Tensor, B: Tensor) -> tuple[
 def _has_kernel(layer: nn.Module, x: Tensor, factor: Tensor) -> bool:
     """A plain layer in half precision, a low rank, and enough rows of each edit to fill the kernel's tiles."""
     return (
-        x.is_cuda
-        and type(layer) is nn.Linear
+        type(layer) is nn.Linear
         and x.dtype == layer.weight.dtype
-        and x.dtype in (torch.bfloat16, torch.float16)
         and x.shape[-1] % 64 == 0
         and factor.shape[-2] <= 64
         and x.numel() // x.shape[-1] >= 64 * len(factor)
-        and has_kernels(x.device)
+        and kernels_take(x)
     )
 
 

@@ -29,6 +29,18 @@ def _tile(start, stride_token, tokens, width: tl.constexpr, TOKENS: tl.constexpr
 
 
 @triton.jit
+def _read(start, stride_token, tokens, width: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    at, inside = _tile(start, stride_token, tokens, width, TOKENS, WIDTH)
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _write(values, start, stride_token, tokens, width: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    at, inside = _tile(start, stride_token, tokens, width, TOKENS, WIDTH)
+    tl.store(at, values.to(start.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _weights(q, k, mask, stride_query, stride_key, queries, keys, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
     """softmax(q kᵀ · scale) where it may be seen: (Q, K)."""
     scores = tl.dot(q, tl.trans(k)) * scale
@@ -52,15 +64,12 @@ def _attend(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
-    at, inside = _tile(q + row * q_row + head * q_head, q_token, queries, width, Q, WIDTH)
-    q_ = tl.load(at, mask=inside, other=0.0)
-    at, inside = _tile(k + row * k_row + head * k_head, k_token, keys, width, K, WIDTH)
-    k_ = tl.load(at, mask=inside, other=0.0)
-    at, inside = _tile(v + row * v_row + head * v_head, v_token, keys, width, K, WIDTH)
-    v_ = tl.load(at, mask=inside, other=0.0)
+    q_ = _read(q + row * q_row + head * q_head, q_token, queries, width, Q, WIDTH)
+    k_ = _read(k + row * k_row + head * k_head, k_token, keys, width, K, WIDTH)
+    v_ = _read(v + row * v_row + head * v_head, v_token, keys, width, K, WIDTH)
     weights = _weights(q_, k_, mask + row * mask_row, mask_query, mask_key, queries, keys, scale, MASKED, CAUSAL)
-    at, inside = _tile(out + row * out_row + head * out_head, out_token, queries, width, Q, WIDTH)
-    tl.store(at, tl.dot(weights.to(v_.dtype), v_).to(v_.dtype), mask=inside)
+    said = tl.dot(weights.to(v_.dtype), v_)
+    _write(said, out + row * out_row + head * out_head, out_token, queries, width, Q, WIDTH)
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
@@ -72,25 +81,19 @@ def _attend_back(
 ):  # fmt: skip
     """The gradients are laid out as (rows, tokens, heads, width)."""
     row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
-    at, inside = _tile(q + row * q_row + head * q_head, q_token, queries, width, Q, WIDTH)
-    q_ = tl.load(at, mask=inside, other=0.0)
-    at, inside = _tile(k + row * k_row + head * k_head, k_token, keys, width, K, WIDTH)
-    k_ = tl.load(at, mask=inside, other=0.0)
-    at, inside = _tile(v + row * v_row + head * v_head, v_token, keys, width, K, WIDTH)
-    v_ = tl.load(at, mask=inside, other=0.0)
-    at, inside = _tile(g + row * g_row + head * g_head, g_token, queries, width, Q, WIDTH)
-    g_ = tl.load(at, mask=inside, other=0.0)
+    q_ = _read(q + row * q_row + head * q_head, q_token, queries, width, Q, WIDTH)
+    k_ = _read(k + row * k_row + head * k_head, k_token, keys, width, K, WIDTH)
+    v_ = _read(v + row * v_row + head * v_head, v_token, keys, width, K, WIDTH)
+    g_ = _read(g + row * g_row + head * g_head, g_token, queries, width, Q, WIDTH)
     weights = _weights(q_, k_, mask + row * mask_row, mask_query, mask_key, queries, keys, scale, MASKED, CAUSAL)
     g_weights = tl.dot(g_, tl.trans(v_))
     g_scores = weights * (g_weights - tl.sum(weights * g_weights, 1)[:, None]) * scale
     g_scores, weights = g_scores.to(q_.dtype), weights.to(q_.dtype)
     first = heads * width
-    at, inside = _tile(g_q + row * queries * first + head * width, first, queries, width, Q, WIDTH)
-    tl.store(at, tl.dot(g_scores, k_).to(q_.dtype), mask=inside)
-    at, inside = _tile(g_k + row * keys * first + head * width, first, keys, width, K, WIDTH)
-    tl.store(at, tl.dot(tl.trans(g_scores), q_).to(q_.dtype), mask=inside)
-    at, inside = _tile(g_v + row * keys * first + head * width, first, keys, width, K, WIDTH)
-    tl.store(at, tl.dot(tl.trans(weights), g_).to(q_.dtype), mask=inside)
+    of_queries, of_keys = row * queries * first + head * width, row * keys * first + head * width
+    _write(tl.dot(g_scores, k_), g_q + of_queries, first, queries, width, Q, WIDTH)
+    _write(tl.dot(tl.trans(g_scores), q_), g_k + of_keys, first, keys, width, K, WIDTH)
+    _write(tl.dot(tl.trans(weights), g_), g_v + of_keys, first, keys, width, K, WIDTH)
 
 
 class ShortAttention(torch.autograd.Function):

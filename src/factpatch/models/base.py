@@ -274,7 +274,7 @@ def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:
     filled = np.full((len(ids), max(map(len, ids), default=0)), fill, dtype=np.int64)
     for row, own in zip(filled, ids, strict=True):
         row[: len(own)] = own
-    return onto(device, torch.from_numpy(filled))
+    return onto(device, filled)
 
 
 def padded_inputs(model: TaskModel, encoded: Sequence[Encoded]) -> dict[str, Tensor]:

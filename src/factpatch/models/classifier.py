@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification
@@ -33,7 +32,7 @@ class Classifier(TaskModel):
         return [self.labels.index(self.check_target(target)) for target in targets]
 
     def collate(self, encoded: Sequence[Encoded], targets: Sequence[int] | None = None) -> Rows:
-        labels = None if targets is None else onto(self.device, torch.tensor(targets))
+        labels = None if targets is None else onto(self.device, targets)
         return Rows(padded_inputs(self, encoded), labels)
 
     def logits(self, rows: Rows) -> Tensor:

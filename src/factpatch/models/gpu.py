@@ -16,10 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from factpatch.device import has_kernels
+from factpatch.device import kernels_take
 
 MULTIPLE = 8  # of rows, that tensor cores take well
-HALVES = (torch.bfloat16, torch.float16)
 LONGEST, WIDEST = 64, 128  # tokens of a text and width of a head, that one program of the attention kernel holds
 WIDEST_NORM = 8192
 
@@ -37,9 +36,8 @@ def suit_gpu(model: PreTrainedModel) -> None:
 
 class FrozenLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
-        short = input.is_cuda and input.dtype in HALVES and input.shape[-1] <= WIDEST_NORM
         frozen = not self.weight.requires_grad and not torch.compiler.is_compiling()
-        if not (short and frozen and has_kernels(input.device)):
+        if not (frozen and input.shape[-1] <= WIDEST_NORM and kernels_take(input)):
             return super().forward(input)
         from factpatch.kernels import Norm
 
@@ -63,9 +61,7 @@ def attend(
     keys = key.shape[2]
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     short = (
-        query.is_cuda
-        and query.dtype in HALVES
-        and 1 < queries <= LONGEST
+        1 < queries <= LONGEST
         and keys <= LONGEST
         and width <= WIDEST
         and key.shape == value.shape == (rows, heads, keys, width)
@@ -74,7 +70,7 @@ def attend(
         and (queries == keys or not causal)
         and dropout == 0
         and options.get("position_bias") is None
-        and has_kernels(query.device)
+        and kernels_take(query)
     )
     if not short:
         return sdpa_attention_forward(

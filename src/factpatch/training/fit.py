@@ -328,7 +328,7 @@ def summed_loss(model: TaskModel, examples: Sequence[Example], config: FitConfig
         return classifier_losses(model.logits(rows), labels, config.entropy).sum()
     width = labels.shape[1]
     numbers = [width * i + t for i, example in enumerate(examples) for t in range(len(example.target))]
-    places = onto(labels.device, torch.tensor(numbers))
+    places = onto(labels.device, numbers)
     scores = model.scores(model.features(replace(rows, places=places)))
     wanted = labels.flatten().index_select(0, places)
     return F.cross_entropy(scores, wanted, label_smoothing=config.label_smoothing, reduction="sum")

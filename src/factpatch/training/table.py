@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -178,7 +177,7 @@ class RevisionTable:
         edit_targets, edit_places = self._filled(*self._targets(edit, rows[:, : hats.shape[1]], labels, total))
         keep_targets, keep_places = self._filled(*self._targets(keep, rows[:, hats.shape[1] :], labels, total))
         facts = self.conditions.at(plan.revisions, plan.alternatives)
-        condition = Condition(self.facts.pick(facts)["input_ids"], _on(self.device, self.facts.lengths[facts]))
+        condition = Condition(self.facts.pick(facts)["input_ids"], onto(self.device, self.facts.lengths[facts]))
         return StepBatch(
             fact=EditBatch(Rows(self.texts.pick(inputs), self._labels(wanted)), condition),
             rows=Rows(self.texts.pick(texts.ravel()), labels, torch.cat([edit_places, keep_places])),
@@ -211,13 +210,13 @@ class RevisionTable:
         width = 1 if self.classes else labels.shape[1]
         lengths = self.target_lengths[columns.targets.ravel()]
         row, token = np.nonzero(np.arange(width) < lengths[:, None])
-        places = _on(self.device, rows.ravel()[row] * width + token)
+        places = onto(self.device, rows.ravel()[row] * width + token)
         weights = columns.weights.ravel()[row] / lengths[row] / total
         return (
             Targets(
                 labels=labels.flatten().index_select(0, places),
-                weights=_on(self.device, weights.astype(np.float32)),
-                numbers=_on(self.device, columns.numbers.ravel()[row] + token),
+                weights=onto(self.device, weights.astype(np.float32)),
+                numbers=onto(self.device, columns.numbers.ravel()[row] + token),
             ),
             places,
         )
@@ -238,7 +237,7 @@ class RevisionTable:
         """(rows,) classes, or (rows, tokens)"""
         width = int(self.target_lengths[targets].max())
         width += -width % TARGET_STEP if self.few_shapes else 0
-        picked = self.targets[_on(self.device, targets), :width]
+        picked = self.targets[onto(self.device, targets), :width]
         return picked[:, 0] if self.classes else picked
 
 
@@ -255,7 +254,7 @@ class _Texts:
     def pick(self, numbers: Numbers) -> dict[str, Tensor]:
         width = int(self.lengths[numbers].max())
         width += -width % self.step
-        index = _on(self.columns["input_ids"].device, numbers)
+        index = onto(self.columns["input_ids"].device, numbers)
         return {key: column[index, :width] for key, column in self.columns.items()}
 
 
@@ -290,7 +289,3 @@ class _Ragged:
         counts = self.counts[lists]
         places = self.starts[lists] + (drawn * counts).astype(np.int64)
         return np.where(counts > 0, self.flat[np.minimum(places, len(self.flat) - 1)], empty)
-
-
-def _on(device: torch.device, values: NDArray[Any]) -> Tensor:
-    return onto(device, torch.from_numpy(values))
