@@ -66,7 +66,7 @@ def test_a_training_step_and_what_it_is_measured_by(name: str) -> None:
 
     editor = loud_editor(model)
     batch = bench.random_step(model, 1, 4, 5)
-    kept = bench._kept_features(model, batch)
+    kept = bench.kept_features(model, batch)
     still = torch.optim.SGD(editor.parameters(), lr=0.0)
     bench.published_step(editor, model, batch, kept, still)
     theirs = {name: p.grad.clone() for name, p in editor.named_parameters() if p.grad is not None}

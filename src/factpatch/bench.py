@@ -211,8 +211,8 @@ def bench_train(
     batch, one = random_step(model, edits, rows, tokens), random_step(model, 1, rows, tokens)
     with torch.no_grad():
         factor_bytes = _nbytes(editor.update(model, batch.fact))
-        objective = Objective(model, config, _kept_features(model, batch))
-        kept_of_one = _kept_features(model, one)
+        objective = Objective(model, config, kept_features(model, batch))
+        kept_of_one = kept_features(model, one)
     learner = Learner(editor, config, objective, accelerator)
     optimizer = torch.optim.RMSprop(editor.parameters(), lr=config.lr, centered=True)
     limits: list[Callable[[], object]] = [lambda: forward_and_back(model, model.model, batch.rows)]
@@ -251,7 +251,7 @@ def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBat
     return StepBatch(random_edits(model, edits, tokens), chosen, targets(edit), targets(keep))
 
 
-def _kept_features(model: TaskModel, batch: StepBatch) -> Tensor:
+def kept_features(model: TaskModel, batch: StepBatch) -> Tensor:
     assert batch.rows.places is not None
     return model.features(Rows(batch.rows.inputs, batch.rows.labels, batch.rows.places[len(batch.edit.labels) :]))
 
