@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from conftest import QUESTIONS, Ran, loud_editor
 
 from factpatch.models import load_model
@@ -121,6 +122,25 @@ def test_no_gpu_where_one_was_asked_for(edit, home: Path, monkeypatch: pytest.Mo
     result = edit("--input", text, "--target", target, "--device", "cuda")
     assert result.code == 1
     assert result.err == "error: cuda was asked for, but this machine has no usable CUDA GPU; use --device cpu\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+    ],
+)
+def test_a_full_gpu_is_one_line(edit, home: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("factpatch.editors.HyperNetwork.propose", full)
+    text, _, target = one_edit(home)
+    result = edit("--input", text, "--target", target)
+    assert result.code == 1
+    assert result.err.startswith("error: out of GPU memory; ")
+    assert result.err.count("\n") == 1
 
 
 def test_wrong_usage_is_exit_2(edit, run) -> None:

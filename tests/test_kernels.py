@@ -34,7 +34,8 @@ def same_both_ways(ours: Callable[..., Tensor], torchs: Callable[..., Tensor], *
 
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize(
-    ("queries", "keys", "heads", "width"), [(32, 32, 3, 32), (13, 13, 2, 24), (7, 21, 2, 16), (64, 50, 2, 64)]
+    ("queries", "keys", "heads", "width"),
+    [(32, 32, 3, 32), (13, 13, 2, 24), (7, 21, 2, 16), (64, 50, 2, 64), (1, 9, 2, 64)],
 )
 def test_attention(queries: int, keys: int, heads: int, width: int, masked: bool) -> None:
     torch.manual_seed(0)

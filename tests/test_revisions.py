@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ import tiny
 from samples import LABELS, answerer, counterfact, fact_checker, fever, read_lines, texts, write_lines
 
 from factpatch.data import revisions
-from factpatch.data.records import Record
+from factpatch.data.chunked import write_in_chunks
+from factpatch.data.records import Record, read_records
 from factpatch.data.revisions import alternatives, revise, revise_records
 from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize, read_revisions
@@ -30,9 +32,9 @@ from factpatch.models import load_model
 
 at_once = revisions.revise_records
 
-def slowly(model, records):
+def slowly(model, *read):
     time.sleep(0.3)
-    return at_once(model, records)
+    return at_once(model, *read)
 
 revisions.CHUNK = 4
 revisions.revise_records = slowly
@@ -243,16 +245,41 @@ class Revised:
     def __init__(self, fail_at: int = 0):
         self.records, self.chunks, self.fail_at = 0, 0, fail_at
 
-    def __call__(self, model: TaskModel, records: list[Record]) -> Any:
+    def __call__(self, model: TaskModel, records: list[Record], encoded: Any) -> Any:
         self.chunks += 1
         if self.chunks == self.fail_at:
             raise RuntimeError("the machine went down")
         self.records += len(records)
-        return revise_records(model, records)
+        return revise_records(model, records, encoded)
 
 
 def scratch_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+
+
+def test_a_chunk_is_prepared_while_the_one_before_is_worked_on(source: Path, tmp_path: Path) -> None:
+    prepared: list[str] = []
+    following = threading.Event()
+
+    def prepare(chunk: list[Record]) -> list[str]:
+        prepared.append(chunk[0].id)
+        if len(prepared) == 2:
+            following.set()
+        return [record.id for record in chunk]
+
+    def work(ids: list[str]) -> list[str]:
+        assert following.wait(30)
+        return ids
+
+    write_in_chunks(
+        *(source, tmp_path / "ids", prepare, work),
+        settings={},
+        size=20,
+        check=lambda record: None,
+        skip_bad=False,
+        on_done=lambda number: None,
+    )
+    assert (tmp_path / "ids").read_text().split() == [record.id for record in read_records(source)]
 
 
 def test_a_failure_half_way_leaves_the_old_file_and_can_be_taken_up(

@@ -10,6 +10,10 @@ from factpatch.cli import bench, demo, edit, evaluate, fit, paraphrase, patch, r
 from factpatch.cli.common import is_main_process
 from factpatch.errors import FactpatchError
 
+NO_MEMORY = (
+    "out of GPU memory; stop what else runs on the GPU, or use --device cpu, --precision bf16, or a smaller model"
+)
+
 app = typer.Typer(
     name="factpatch",
     help="Correct facts in language models with small, reversible patches.",
@@ -52,9 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
         print("stopped", file=sys.stderr)
         sys.exit(130)
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for its name alone
+        if "out of memory" not in str(error):  # as torch and CUDA say, in errors of several kinds
             raise
-        print("error: out of GPU memory; use --device cpu, --precision bf16, or a smaller model", file=sys.stderr)
+        print(f"error: {NO_MEMORY}", file=sys.stderr)
         sys.exit(1)
 
 

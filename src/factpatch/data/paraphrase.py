@@ -75,6 +75,7 @@ def paraphrase(
     counts = write_in_chunks(
         source,
         output,
+        lambda chunk: chunk,
         work,
         settings={"models": [model.fingerprint for model in models], "dtypes": [str(m.model.dtype) for m in models]},
         size=CHUNK,

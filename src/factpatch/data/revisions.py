@@ -10,6 +10,7 @@ from factpatch.data.chunked import write_in_chunks
 from factpatch.data.records import Record
 from factpatch.facts import Revision, normalize, read_revisions, same
 from factpatch.models import Classifier, TaskModel
+from factpatch.models.base import Encoded
 
 CHUNK = 4096  # records that are predicted together and written together
 
@@ -32,7 +33,8 @@ def revise(
     counts = write_in_chunks(
         source,
         output,
-        lambda chunk: [revision.to_json() for revision in revise_records(model, chunk)],
+        lambda chunk: (chunk, encode_records(model, chunk)),
+        lambda read: [revision.to_json() for revision in revise_records(model, *read)],
         settings={"model": model.fingerprint, "dtype": str(model.model.dtype)},
         size=CHUNK,
         check=check,
@@ -42,11 +44,23 @@ def revise(
     return {**_summary(output), "records": counts.read, "left_out": counts.left_out, "bad": counts.bad}
 
 
-def revise_records(model: TaskModel, records: Sequence[Record]) -> list[Revision]:
+def encode_records(model: TaskModel, records: Sequence[Record]) -> dict[str, Encoded]:
+    """All their texts that the model can read."""
+    return model.readable([text for r in records for text in (r.input, *r.rephrases, *r.human_rephrases)])
+
+
+def revise_records(
+    model: TaskModel, records: Sequence[Record], encoded: dict[str, Encoded] | None = None
+) -> list[Revision]:
     """All in a few batches: every input with its alternatives, every paraphrase with its prediction."""
-    ranked = model.candidates([record.input for record in records])
-    readable = model.readable([text for r in records for text in (*r.rephrases, *r.human_rephrases)])
-    said = dict(zip(readable, (best for best, *_ in model.rank(list(readable.values()), count=1)), strict=True))
+    encoded = encode_records(model, records) if encoded is None else encoded
+    for record in records:
+        if record.input not in encoded:
+            model.check_input(record.input)
+    ranked = model.rank([encoded[record.input] for record in records])
+    rephrases = dict.fromkeys(text for r in records for text in (*r.rephrases, *r.human_rephrases) if text in encoded)
+    best = model.rank([encoded[text] for text in rephrases], count=1)
+    said = {text: outputs[0] for text, outputs in zip(rephrases, best, strict=True)}
 
     def agreeing(record: Record, rephrases: Sequence[str], prediction: str) -> tuple[str, ...]:
         """Those that the model answers alike; none that is the input, or another of them, after normalising."""

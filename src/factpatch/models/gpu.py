@@ -60,8 +60,9 @@ def attend(
     rows, heads, queries, width = query.shape
     keys = key.shape[2]
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = causal and queries > 1  # a single one, of an answer that grows, sees all that was said before
     short = (
-        1 < queries <= LONGEST
+        queries <= LONGEST
         and keys <= LONGEST
         and width <= WIDEST
         and key.shape == value.shape == (rows, heads, keys, width)
