@@ -46,6 +46,7 @@ TRAIN = {
     "label_smoothing": 0.0,
     "margin": 5e-2,
     "margin_floor": 3e-2,
+    "multiplier_lr": 0.1,
     "validations": 30,
     "validation_edits": 64,
     "validation_inputs": 32,
