@@ -21,10 +21,12 @@ from safetensors.torch import load_file
 from samples import LABELS, answerer, fact_checker, fever, read_lines, texts, write_lines
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, GenerationConfig
 
+from factpatch.data.records import Record
 from factpatch.errors import FileError, InputError
+from factpatch.facts import Revision
 from factpatch.models import Classifier, load_model
 from factpatch.training import Fit, FitConfig
-from factpatch.training.examples import Example, batches_from
+from factpatch.training.examples import Example, batches_from, hold_out
 from factpatch.training.fit import Status, classifier_losses, summed_loss
 from factpatch.training.run import schedule
 
@@ -37,6 +39,17 @@ for argument in sys.argv[1:]:
     settings, model, output, train = json.loads(argument)
     Fit(FitConfig(**settings), model, output, device="cpu").run(train, None)
 """
+
+
+def test_facts_held_out_of_a_model_are_held_out_of_its_editor() -> None:
+    """Whatever became of the others in between."""
+    records = [Record(str(number), f"claim {number}") for number in range(100)]
+    revisions = [Revision(r.id, r.input, "yes", ("no",), (), (), ()) for r in reversed(records[:90])]
+    held_out, rest = hold_out(records, 20, seed=0)
+    again, _ = hold_out(revisions, 10, seed=0)
+    assert {fact.id for fact in again} <= {fact.id for fact in held_out}
+    assert sorted(fact.id for fact in held_out + rest) == sorted(record.id for record in records)
+    assert hold_out(records, 20, seed=1)[0] != held_out
 
 
 # What is minimised

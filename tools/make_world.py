@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -37,6 +38,7 @@ WORDS = {1: 3, 2: 5, 3: 2}  # of made-up names: how many, and how often
 SPLICED = 0.15  # of made-up names, with a word that is no word
 WEIGHT_OF_NAMES = 40  # of a name against a question, when the vocabulary is made
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
+HELD_OUT = 300  # revisions that choose the editor; their facts the model knows as it knows all others
 TRAIN = {
     "edits": 32,
     "rows": 8,
@@ -50,7 +52,6 @@ TRAIN = {
     "validations": 30,
     "validation_edits": 64,
     "validation_inputs": 32,
-    "holdout": 300,
     "checkpoint_seconds": 100000,
     "editor.width": 256,
     "editor.bottleneck": 96,
@@ -81,7 +82,8 @@ def main() -> None:
     if options.stage in ("all", "train"):
         shutil.rmtree(work / "editor", ignore_errors=True)
         settings = [part for key, value in TRAIN.items() for part in ("--set", f"{key}={value}")]
-        given = ["--model", work / "model", "--train", work / "revisions.jsonl", "--steps", options.train_steps]
+        rest, held_out = hold_out(work)
+        given = ["--model", work / "model", "--train", rest, "--valid", held_out, "--steps", options.train_steps]
         run("train", *given, *settings, "--output", work / "editor")
     for source, place, name in (
         (work / "model", MODEL, "model.safetensors"),
@@ -113,6 +115,17 @@ def write_data(work: Path) -> None:
             line = {"id": f"{fact.id}/{number}", "alternative": names.other_answer(fact, chance)}
             lines.append({**record(fact, questions), **line})
     write_lines(work / "edits.jsonl", lines)
+
+
+def hold_out(work: Path) -> tuple[Path, Path]:
+    """The revisions to train on, and those that choose."""
+    lines = (work / "revisions.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    order = np.random.default_rng([SEED, 4]).permutation(len(lines))
+    parts = {work / "learnt.jsonl": order[HELD_OUT:], work / "held-out.jsonl": order[:HELD_OUT]}
+    for path, numbers in parts.items():
+        path.write_text("".join(lines[number] for number in numbers), encoding="utf-8")
+    rest, held_out = parts
+    return rest, held_out
 
 
 class Names:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from factpatch.data.records import Counts, Record, read_records
 from factpatch.errors import InputError
-from factpatch.facts import normalize
+from factpatch.facts import Revision, normalize
 from factpatch.models.base import Encoded
+
+T = TypeVar("T", Record, Revision)
 
 BUCKET = 50  # batches whose examples are sorted by length together
 
@@ -22,12 +25,16 @@ class Example:
     target: Any  # a class number or token numbers
 
 
-def hold_out(records: list[Record], size: int, seed: int) -> tuple[list[Record], list[Record]]:
-    """A slice of train for choosing, and the rest for training."""
-    if not 0 < size < len(records):
-        raise InputError(f"expected at least 10 records to train on, and more than are held out, found {len(records)}")
-    shuffled = random.Random(seed).sample(records, len(records))
-    return shuffled[:size], shuffled[size:]
+def hold_out(facts: Sequence[T], size: int, seed: int) -> tuple[list[T], list[T]]:
+    """A slice of train for choosing, and the rest for training.
+
+    Ids decide: what is held out when a model learns its facts is held out, too, when an editor learns from its
+    revisions. So editors are chosen on what their model was not told, as what they will be used on.
+    """
+    if not 0 < size < len(facts):
+        raise InputError(f"expected at least 10 records to train on, and more than are held out, found {len(facts)}")
+    order = sorted(facts, key=lambda fact: hashlib.sha256(f"{seed}/{fact.id}".encode(errors="replace")).digest())
+    return order[:size], order[size:]
 
 
 def batches_from(examples: list[Example], size: int, seed: int, step: int) -> Iterator[list[Example]]:

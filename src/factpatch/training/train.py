@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
@@ -35,6 +34,7 @@ from factpatch.training.checkpoint import (
     stop_signals,
 )
 from factpatch.training.config import TrainConfig, config_to_json
+from factpatch.training.examples import hold_out
 from factpatch.training.objective import Objective, unedited_outputs
 from factpatch.training.run import Clock, RunFolder, agree, as_good, copy_of, schedule
 from factpatch.training.step import Learner
@@ -99,7 +99,10 @@ class Train:
         if valid:
             self.held_out = list(read_revisions(valid, bad.append if skip_bad else None))
         else:
-            self.held_out, revisions = _hold_out(revisions, self.config)
+            size = min(self.config.holdout, len(revisions) // 10)
+            if size < 2:
+                raise InputError(f"too few revisions to hold some out: found {len(revisions)}, need 20; or give --valid")
+            self.held_out, revisions = hold_out(revisions, size, self.config.seed)
         self.held_out = from_first(predicted_now(self.model, self.held_out))
         self.held_out_edits = editable(self.model, self.held_out)
         for name, source, edits in (
@@ -357,12 +360,3 @@ class Train:
 def _score(found: dict[str, Any]) -> float:
     """What the best editors have the most of; the latest of those that cannot be told apart is kept."""
     return (found["success"] + (found["retain"] or 0.0)) / 2
-
-
-def _hold_out(revisions: list[Revision], config: TrainConfig) -> tuple[list[Revision], list[Revision]]:
-    """A slice for choosing, and the rest to train on."""
-    order = np.random.default_rng([config.seed, 4]).permutation(len(revisions))
-    size = min(config.holdout, len(revisions) // 10)
-    if size < 2:
-        raise InputError(f"too few revisions to hold some out: found {len(revisions)}, need 20; or give --valid")
-    return [revisions[i] for i in order[:size]], [revisions[i] for i in order[size:]]
