@@ -79,8 +79,8 @@ def write_figures(drawings: Mapping[str, Callable[[], Figure]], folder: Path) ->
 
 
 def wrapped(label: str, width: int = 24) -> str:
-    """In lines of at most so many letters; `m = 1e-4` stays together."""
-    return textwrap.fill(label.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"), width)
+    """In lines of so many letters, where words are no longer; `m = 1e-4` stays together."""
+    return textwrap.fill(label.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"), width, break_long_words=False)
 
 
 def plain_powers(axis: Axis) -> None:
