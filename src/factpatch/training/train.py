@@ -100,7 +100,7 @@ class Train:
             self.held_out = list(read_revisions(valid, bad.append if skip_bad else None))
         else:
             if len(revisions) < 20:
-                raise InputError(f"too few revisions to hold some out: {len(revisions)}, need 20; or give --valid")
+                raise InputError(f"too few revisions to hold some out: found {len(revisions)}, need 20; or use --valid")
             size = min(self.config.holdout, len(revisions) // 10)
             self.held_out, revisions = hold_out(revisions, size, self.config.seed)
         self.held_out = from_first(predicted_now(self.model, self.held_out))
