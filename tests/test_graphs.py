@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,8 +83,8 @@ def test_what_cannot_be_recorded_still_runs() -> None:
 @needs_gpu
 @pytest.mark.parametrize("make", [fact_checker, answerer])
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
-def test_a_run_has_the_same_curve_recorded_or_not(make: object, optimizer: str, tmp_path: Path) -> None:
-    model = make(tmp_path / "model")  # type: ignore[operator]
+def test_a_run_has_the_same_curve_recorded_or_not(make: Callable[[Path], Path], optimizer: str, tmp_path: Path) -> None:
+    model = make(tmp_path / "model")
     train = write_revisions(tmp_path / "train.jsonl", load_model(model, "cpu"), 60)
     config = TrainConfig(
         steps=40,

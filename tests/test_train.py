@@ -235,7 +235,7 @@ def test_a_tracker_that_is_not_there(checker: Path, tmp_path: Path) -> None:
 def test_too_few_revisions(checker: Path, claims: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("".join(claims.read_text().splitlines(keepends=True)[:15]))
-    with pytest.raises(InputError, match="found 15, need 20; or use --valid"):
+    with pytest.raises(InputError, match="found 15, need 20; or give --valid"):
         start(QUICK, checker, tmp_path / "run").run(few)
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")

@@ -118,7 +118,7 @@ def write_data(work: Path) -> None:
 
 
 def hold_out(work: Path) -> tuple[Path, Path]:
-    """The revisions to train on, and those that choose."""
+    """The revisions to train on, and those that choose: drawn as when what ships was made, for the same editor."""
     lines = (work / "revisions.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     order = np.random.default_rng([SEED, 4]).permutation(len(lines))
     parts = {work / "learnt.jsonl": order[HELD_OUT:], work / "held-out.jsonl": order[:HELD_OUT]}

@@ -35,17 +35,17 @@ def write_in_chunks(
     counts = Counts()
     records = read_records(source, counts, check=check, skip_bad=skip_bad)
 
-    def read() -> tuple[int, T] | None:
+    def read() -> T | None:
         chunk = list(islice(records, size))
-        return (len(chunk), prepare(chunk)) if chunk else None
+        return prepare(chunk) if chunk else None
 
     on_done(sum(1 for _ in islice(records, lines.done)))
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(read)
-        while (found := following.result()) is not None:
+        while (prepared := following.result()) is not None:
             following = thread.submit(read)
-            number, prepared = found
-            lines.write(work(prepared))
-            on_done(number)
+            made = work(prepared)
+            lines.write(made)
+            on_done(len(made))
     lines.finish()
     return counts

@@ -99,9 +99,10 @@ class Train:
         if valid:
             self.held_out = list(read_revisions(valid, bad.append if skip_bad else None))
         else:
-            if len(revisions) < 20:
-                raise InputError(f"too few revisions to hold some out: found {len(revisions)}, need 20; or use --valid")
-            size = min(self.config.holdout, len(revisions) // 10)
+            there = len(revisions)
+            size = min(self.config.holdout, there // 10)
+            if size < 2:
+                raise InputError(f"too few revisions to hold some out: found {there}, need 20; or give --valid")
             self.held_out, revisions = hold_out(revisions, size, self.config.seed)
         self.held_out = from_first(predicted_now(self.model, self.held_out))
         self.held_out_edits = editable(self.model, self.held_out)
