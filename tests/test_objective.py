@@ -19,7 +19,7 @@ from factpatch.errors import InputError
 from factpatch.facts import FactEdit, Revision, normalize
 from factpatch.models import Rows, TaskModel
 from factpatch.training import TrainConfig
-from factpatch.training.objective import Objective, unedited_outputs
+from factpatch.training.objective import Objective, doubts, unedited_outputs
 from factpatch.training.table import Plan, RevisionTable
 
 CONFIG = TrainConfig(edits=3, rows=5, label_smoothing=0.1, constraint="both", max_tokens=36)
@@ -129,6 +129,16 @@ def test_unedited_outputs_are_the_same_kept_or_computed_anew(
         assert kept.item() != 0
 
 
+@pytest.mark.parametrize("over", ["top1", "beam"])
+def test_doubts_are_what_predictions_lack_to_certainty(model: TaskModel, known: list[Revision], over: str) -> None:
+    table = RevisionTable(model, known, replace(CONFIG, kl_over=over, rows=13))
+    expected = []
+    for number in table.pool:
+        logits, labels = logits_under(model, {}, known[number].input, known[number].prediction)
+        expected.append(1 - logits.log_softmax(-1).gather(1, labels[:, None]).sum().exp().item())
+    assert doubts(model, table) == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", tiny.SEQ2SEQS)
 def test_kl_over_the_beam(name: str) -> None:
     """Σ p(c) log p(c)/p'(c) over what the beam found, each candidate a whole answer."""
@@ -201,6 +211,19 @@ def test_plans_repeat_and_epochs_see_every_revision_once(bert: TaskModel, bert_r
     assert not np.array_equal(
         RevisionTable(bert, bert_revisions, replace(config, seed=1)).plan(0).others, first.plan(0).others
     )
+
+
+def test_others_are_drawn_in_proportion_to_their_doubts(bert: TaskModel, bert_revisions: list[Revision]) -> None:
+    table = RevisionTable(bert, bert_revisions, TrainConfig(edits=30, rows=22))
+    weights = np.linspace(0, 1, len(table.pool))
+    table.prefer(weights)
+    drawn = np.concatenate([table.plan(step).others.ravel() for step in range(50)])
+    shares = np.bincount(drawn, minlength=30)[table.pool] / len(drawn)
+    # 30,000 draws: a share's standard error is 0.0014 at most; the edited ones' neighbours stand in for them.
+    assert shares == pytest.approx(weights / weights.sum(), abs=0.008)
+    again = RevisionTable(bert, bert_revisions, TrainConfig(edits=30, rows=22))
+    again.prefer(7 * weights)
+    assert np.array_equal(again.plan(3).others, table.plan(3).others)
 
 
 def test_inputs_equal_to_the_edited_one_are_no_others(bert: TaskModel, bert_revisions: list[Revision]) -> None:

@@ -176,6 +176,8 @@ def test_every_architecture_trains_and_stays_as_it_was(name: str, tmp_path: Path
         {"paraphrases": "human", "paraphrase_rows": 2},
         {"optimizer": "adam", "weight_decay": 1e-2, "schedule": "constant", "clip": 0.5},
         {"precision": "bf16"},
+        {"others": "unsure"},
+        {"others": "unsure", "constraint": "lp"},
         {"editor": replace(SMALL, gradients=False)},
     ],
     ids=str,
@@ -380,7 +382,7 @@ def test_settings_of_a_resumed_run(checker: Path, claims: Path, tmp_path: Path) 
 def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: Path, one_thread: None) -> None:
     from factpatch.training.config import config_to_json
 
-    config = replace(QUICK, steps=240, checkpoint_seconds=0.0)
+    config = replace(QUICK, steps=240, others="unsure", checkpoint_seconds=0.0)
     start(replace(config, checkpoint_seconds=60.0), checker, tmp_path / "whole").run(claims)
     killed = tmp_path / "killed"
     driver = tmp_path / "driver.py"

@@ -40,6 +40,7 @@ class TrainConfig:
     # One step
     edits: int = 128
     rows: int = 16  # of each edit: its input, its paraphrases, and others, whose answers shall stay
+    others: str = "alike"  # how they are drawn: alike, or unsure, the oftener the less sure the model is of its answer
     max_tokens: int = 32  # longer inputs are cut
     split: int = 1  # parts that a step is run in, where memory is short
 
@@ -99,6 +100,7 @@ def _problems(config: TrainConfig) -> list[str]:
         "constraint": tuple(CONSTRAINTS),
         "kl_over": ("top1", "beam"),
         "paraphrases": ("generated", "human", "all", "none"),
+        "others": ("alike", "unsure"),
         "optimizer": ("rmsprop", "adam"),
         "schedule": ("linear", "constant"),
         "precision": (None, "fp32", "bf16"),

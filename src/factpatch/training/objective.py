@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,10 +19,11 @@ from factpatch.engine import edited
 from factpatch.models import Rows, TaskModel
 from factpatch.models.seq2seq import NO_TARGET
 from factpatch.training.config import TrainConfig
-from factpatch.training.table import RevisionTable, StepBatch
+from factpatch.training.table import Numbers, RevisionTable, StepBatch, Targets
 
 ROWS_AT_ONCE = {"cpu": 64, "cuda": 1024}  # of the unedited model; always the same rows together, so that runs repeat
 MEMORY_SHARE = 0.2  # of a GPU's free memory, that the unedited model's outputs may take
+LEAST_DOUBT = 1e-3  # of any prediction, so that the surest ones are drawn, too
 
 
 @dataclass(frozen=True)
@@ -102,18 +104,42 @@ def unedited_outputs(
     if "kl" not in table.config.constraints or not _fits(model, table):
         return None
     kept: Tensor | None = None
-    pool = table.pool[np.argsort(table.texts.lengths[table.inputs[table.pool]], kind="stable")]
-    size = max(1, ROWS_AT_ONCE[model.device.type] // table.config.candidates)
-    for start in range(0, len(pool), size):
-        rows, targets = table.kept_batch(pool[start : start + size])
+    for _, rows, targets in _pool_batches(model, table, on_share):
         outputs = _outputs(model, rows, targets.labels, table.config.kl_over)
         if kept is None:
             kept = outputs.new_zeros(table.places, outputs.shape[1])
         real = targets.weights > 0
         kept[targets.numbers[real]] = outputs[real]
-        on_share(min(1.0, (start + size) / len(pool)))
     assert kept is not None
     return kept
+
+
+@torch.no_grad()
+@no_cudnn_attention()
+@tensor_core_products()
+def doubts(
+    model: TaskModel, table: RevisionTable, on_share: Callable[[float], object] = lambda share: None
+) -> NDArray[np.float64]:
+    """1 − p of the unedited model's prediction, for each of the pool. An edit turns first what is least sure."""
+    found = np.empty(len(table.pool))
+    for places, rows, targets in _pool_batches(model, table, on_share):
+        losses = F.cross_entropy(model.scores(model.features(rows)), targets.labels, reduction="none")
+        log_p = losses.new_zeros(len(rows)).index_add(0, _row_of_each_place(rows), -losses)
+        predictions = log_p.view(len(places), -1)[:, 0]
+        found[places] = -predictions.double().expm1().cpu().numpy()
+    return np.maximum(found, LEAST_DOUBT)
+
+
+def _pool_batches(
+    model: TaskModel, table: RevisionTable, on_share: Callable[[float], object]
+) -> Iterator[tuple[Numbers, Rows, Targets]]:
+    """The whole pool, texts of like length together: places in it, and their batch."""
+    order = np.argsort(table.texts.lengths[table.inputs[table.pool]], kind="stable")
+    size = max(1, ROWS_AT_ONCE[model.device.type] // table.config.candidates)
+    for start in range(0, len(order), size):
+        places = order[start : start + size]
+        yield (places, *table.kept_batch(table.pool[places]))
+        on_share(min(1.0, (start + size) / len(order)))
 
 
 def _outputs(model: TaskModel, rows: Rows, labels: Tensor, kl_over: str) -> Tensor:
@@ -121,14 +147,19 @@ def _outputs(model: TaskModel, rows: Rows, labels: Tensor, kl_over: str) -> Tens
     features = model.features(rows)
     if kl_over == "top1":
         return features
-    assert rows.places is not None
     assert rows.labels is not None
     losses = F.cross_entropy(model.scores(features), labels, reduction="none")
-    row = rows.places // rows.labels.shape[-1] if rows.labels.dim() == 2 else rows.places
+    row = _row_of_each_place(rows)
     zeros = losses.new_zeros(len(rows))
     log_p = zeros.index_add(0, row, -losses)
     tokens = zeros.index_add(0, row, labels.ne(NO_TARGET).float())
     return torch.stack([tokens * log_p.exp(), log_p.exp() * log_p], 1)[row]
+
+
+def _row_of_each_place(rows: Rows) -> Tensor:
+    assert rows.places is not None
+    assert rows.labels is not None
+    return rows.places // rows.labels.shape[-1] if rows.labels.dim() == 2 else rows.places
 
 
 def _fits(model: TaskModel, table: RevisionTable) -> bool:

@@ -106,6 +106,7 @@ class RevisionTable:
         # No more others than the whole run can look at: each one's unedited outputs are computed once.
         most = config.steps * config.edits * config.others_a_step if config.minutes is None else len(revisions)
         self.pool = np.random.default_rng([config.seed, 2]).permutation(len(revisions))[: max(2, most)]
+        self.shares: NDArray[np.float64] | None = None  # of each in the pool and all before it, where not drawn alike
 
         limit = min(config.max_tokens, model.max_input_tokens)
         step = TEXT_STEP if self.few_shapes else 1
@@ -131,6 +132,10 @@ class RevisionTable:
 
     # Sampling
 
+    def prefer(self, weights: NDArray[np.float64]) -> None:
+        """Others are drawn in proportion to these from here on, one for each of the pool."""
+        self.shares = np.cumsum(weights) / np.sum(weights)
+
     def plan(self, step: int) -> Plan:
         """The same for the same seed and step, so that a run can go on at any step."""
         config = self.config
@@ -140,13 +145,21 @@ class RevisionTable:
         paraphrases = self.paraphrases.pick(revisions[:, None], drawn, empty=self.inputs[revisions][:, None])
         drawn = chance.random(config.edits)
         alternatives = (drawn * self.alternatives.counts[revisions]).astype(np.int64)
-        places = chance.integers(0, len(self.pool), (config.edits, config.others_a_step))
+        places = self._places_of_others(chance)
         for _ in self.pool:  # an input equal to the edited one is not another
             clash = self.keys[self.pool[places]] == self.keys[revisions][:, None]
             if not clash.any():
                 break
             places = np.where(clash, (places + 1) % len(self.pool), places)
         return Plan(revisions, alternatives, paraphrases, self.pool[places])
+
+    def _places_of_others(self, chance: np.random.Generator) -> Numbers:
+        """In the pool: (edits, others)"""
+        shape = (self.config.edits, self.config.others_a_step)
+        if self.shares is None:
+            return chance.integers(0, len(self.pool), shape)
+        places = np.searchsorted(self.shares, chance.random(shape), side="right")
+        return np.minimum(places, len(self.pool) - 1)  # the last share may be rounded to less than 1
 
     def _edited_at(self, step: int) -> Numbers:
         """Each revision is edited once an epoch, in the epoch's own order."""

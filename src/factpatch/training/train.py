@@ -35,7 +35,7 @@ from factpatch.training.checkpoint import (
 )
 from factpatch.training.config import TrainConfig, config_to_json
 from factpatch.training.examples import hold_out
-from factpatch.training.objective import Objective, unedited_outputs
+from factpatch.training.objective import Objective, doubts, unedited_outputs
 from factpatch.training.run import Clock, RunFolder, agree, as_good, copy_of, schedule
 from factpatch.training.step import Learner
 from factpatch.training.table import Plan, RevisionTable
@@ -116,6 +116,8 @@ class Train:
                 )
         predicted_now(self.model, revisions[:64])  # or they are another model's
         table = RevisionTable(self.model, revisions, self.config)
+        if self.config.others == "unsure" and self.config.others_a_step:
+            table.prefer(from_first(doubts(self.model, table, on_prepared)))
         objective = Objective(self.model, self.config, unedited_outputs(self.model, table, on_prepared))
         self.learner = Learner(self.editor, self.config, objective, self.accelerator)
         self.lagrangian, self.optimizer = self.learner.lagrangian, self.learner.optimizer
