@@ -23,7 +23,8 @@ from samples import answerer, fact_checker, read_lines, write_revisions
 from factpatch.editors import EditorConfig, load_editor
 from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.evaluation import measure
-from factpatch.models import load_model
+from factpatch.facts import Revision
+from factpatch.models import TaskModel, load_model
 from factpatch.training import Train, TrainConfig
 from factpatch.training.objective import Objective
 from factpatch.training.run import as_good
@@ -131,6 +132,28 @@ def test_answers_are_trained_on(tmp_path: Path, kl_over: str) -> None:
     result = start(replace(QUICK, kl_over=kl_over, rows=12), folder, tmp_path / "run").run(data)
     assert result["steps"] == QUICK.steps
     assert all(line["kl"] >= -1e-6 for line in read_lines(tmp_path / "run" / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize(("folder", "dtype"), [(answerer, torch.float32), (fact_checker, torch.bfloat16)])
+def test_validations_are_as_precise_as_evaluation(
+    folder: Callable[[Path], Path], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In training with bf16, too; and the answers to begin with are those of the same precision."""
+    asked: list[TaskModel] = []
+
+    def watched(method: Any, model: TaskModel, edits: Any, others: list[Revision]) -> Any:
+        asked.append(model)
+        assert [other.prediction for other in others] == model.predict([other.input for other in others])
+        return measure(method, model, edits, others)
+
+    monkeypatch.setattr("factpatch.training.train.measure", watched)
+    model = folder(tmp_path / "model")
+    data = write_revisions(tmp_path / "data.jsonl", load_model(model, "cpu"), 40)
+    run = start(replace(QUICK, precision="bf16"), model, tmp_path / "run")
+    run.run(data)
+    assert {model.model.dtype for model in asked} == {dtype}
+    assert run.model.model.dtype == torch.bfloat16
+    assert run.judge.fingerprint == run.model.fingerprint == run.editor.base
 
 
 def test_the_best_and_the_last_editor_are_kept(

@@ -120,13 +120,16 @@ def unedited_outputs(
 def doubts(
     model: TaskModel, table: RevisionTable, on_share: Callable[[float], object] = lambda share: None
 ) -> NDArray[np.float64]:
-    """1 − p of the unedited model's prediction, for each of the pool. An edit turns first what is least sure."""
+    """1 − p of the unedited model's prediction, at its least sure token, for each of the pool.
+
+    An edit turns first what is least sure. Of whole answers, p would be the smaller the longer they are.
+    """
     found = np.empty(len(table.pool))
     for places, rows, targets in _pool_batches(model, table, on_share):
         losses = F.cross_entropy(model.scores(model.features(rows)), targets.labels, reduction="none")
-        log_p = losses.new_zeros(len(rows)).index_add(0, _row_of_each_place(rows), -losses)
-        predictions = log_p.view(len(places), -1)[:, 0]
-        found[places] = -predictions.double().expm1().cpu().numpy()
+        least_sure = losses.new_zeros(len(rows)).scatter_reduce(0, _row_of_each_place(rows), losses, "amax")
+        predictions = least_sure.view(len(places), -1)[:, 0]  # each before its alternatives, where they are rows, too
+        found[places] = -(-predictions.double()).expm1().cpu().numpy()
     return np.maximum(found, LEAST_DOUBT)
 
 

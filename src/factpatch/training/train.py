@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -18,14 +19,14 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from factpatch.data.records import source_hash
-from factpatch.device import find_dtype, from_first, join_processes
+from factpatch.device import find_dtype, from_first, join_processes, tensor_core_products
 from factpatch.editors import HyperNetwork, Looped
 from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.evaluation import editable, measure, predicted_now
 from factpatch.facts import Revision, read_revisions
 from factpatch.files import atomic_file
 from factpatch.metrics import summary
-from factpatch.models import TaskModel
+from factpatch.models import Classifier, TaskModel
 from factpatch.training.checkpoint import (
     load_checkpoint,
     optimizer_tensors,
@@ -71,7 +72,9 @@ class Train:
         join_processes(model.device)
         self.accelerator = Accelerator(cpu=not on_gpu, log_with=config.tracker, project_dir=str(self.folder.path))
         model.model.to(self.accelerator.device)
-        self.model = model.cast(find_dtype(config.precision, model.device.type))
+        dtype = find_dtype(config.precision, model.device.type)
+        self.judge = model if dtype == torch.float32 else _as_evaluated(model)
+        self.model = model.cast(dtype)
         torch.manual_seed(config.seed)
         self.editor = HyperNetwork.for_model(model, config.editor, config.layers)
         self.parts = config.split
@@ -104,8 +107,8 @@ class Train:
             if size < 2:
                 raise InputError(f"too few revisions to hold some out: found {there}, need 20; or give --valid")
             self.held_out, revisions = hold_out(revisions, size, self.config.seed)
-        self.held_out = from_first(predicted_now(self.model, self.held_out))
-        self.held_out_edits = editable(self.model, self.held_out)
+        self.held_out = from_first(predicted_now(self.judge, self.held_out))
+        self.held_out_edits = editable(self.judge, self.held_out)
         for name, source, edits in (
             ("held out", valid or train, self.held_out_edits),
             ("to train on", train, revisions),
@@ -287,7 +290,8 @@ class Train:
         """Each process measures its share of the edits; all of them know the whole."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         method = Looped(self.editor, self.config.updates) if self.config.updates > 1 else self.editor
-        outcomes = measure(method, self.model, edits[rank::world], others)
+        with tensor_core_products():
+            outcomes = measure(method, self.judge, edits[rank::world], others)
         return summary(gather_object(outcomes) if world > 1 else outcomes)
 
     # Files
@@ -358,6 +362,17 @@ class Train:
         self.editor.load_state_dict(self.best)
         self._write_run_files(result)
         self.folder.remove_checkpoint()
+
+
+def _as_evaluated(model: TaskModel) -> TaskModel:
+    """The model that validations ask: itself, or of a model of answers a copy in float32, as evaluation has it.
+
+    Answers are searched for among near ties, which bf16 decides anew with every batch that they come in.
+    """
+    if isinstance(model, Classifier):
+        return model
+    _ = model.fingerprint  # for the copy, too
+    return copy.deepcopy(model).cast(torch.float32)
 
 
 def _score(found: dict[str, Any]) -> float:
