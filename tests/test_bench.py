@@ -8,6 +8,8 @@ import torch
 from conftest import loud_editor
 
 from factpatch import bench
+from factpatch.bench.shapes import ANSWER_TOKENS
+from factpatch.bench.ways import propose_and_run, published_step, published_way
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
 from factpatch.training import TrainConfig
@@ -20,8 +22,8 @@ def test_the_published_way_gives_the_same_outputs(model: TaskModel, edits: list[
         pytest.skip("its weights are stored the other way round, which the benchmark's shapes are not")
     editor = loud_editor(model)
     batch = editor.batch(model, edits[:1])
-    found = bench.propose_and_run(editor, model, batch, batch.rows)
-    expected = bench.published_way(editor, model, batch, batch.rows)
+    found = propose_and_run(editor, model, batch, batch.rows)
+    expected = published_way(editor, model, batch, batch.rows)
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
     assert all(p.grad is None and not p.requires_grad for p in model.model.parameters())
 
@@ -40,7 +42,7 @@ def test_bench_reports_every_key() -> None:
         assert summary[key] > 0
     # Six tokens' rank at most, in every one of the editable weights, for three edits in float32.
     values = sum(sum(layer.weight.shape) for layer in model.layers.values())
-    assert 0 < summary["factor_bytes"] <= 3 * (bench.ANSWER_TOKENS + 1) * values * 4
+    assert 0 < summary["factor_bytes"] <= 3 * (ANSWER_TOKENS + 1) * values * 4
 
 
 def test_factors_of_128_bert_base_edits_stay_below_1_5_gb() -> None:
@@ -68,7 +70,7 @@ def test_a_training_step_and_what_it_is_measured_by(name: str) -> None:
     batch = bench.random_step(model, 1, 4, 5)
     kept = bench.kept_features(model, batch)
     still = torch.optim.SGD(editor.parameters(), lr=0.0)
-    bench.published_step(editor, model, batch, kept, still)
+    published_step(editor, model, batch, kept, still)
     theirs = {name: p.grad.clone() for name, p in editor.named_parameters() if p.grad is not None}
     editor.zero_grad()
     measured = Objective(model, TrainConfig(edits=1, rows=4), kept)(editor, batch)

@@ -1,0 +1,113 @@
+"""Models and batches to time: random, with the shapes of real ones, as speed does not depend on what they know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForSequenceClassification,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedTokenizerFast,
+)
+
+from factpatch.device import find_device, find_dtype
+from factpatch.editors.hypernetwork import EditBatch
+from factpatch.editors.network import Condition
+from factpatch.errors import InputError
+from factpatch.models import Classifier, Rows, Seq2Seq, TaskModel
+from factpatch.training.table import StepBatch, Targets
+
+ANSWER_TOKENS = 8  # of a question's answer, where the shape is an encoder-decoder's
+
+
+def _bert(**sizes: int) -> TaskModel:
+    return Classifier(BertForSequenceClassification(BertConfig(**sizes)), _tokenizer())
+
+
+def _bart() -> TaskModel:
+    config = BartConfig(d_model=768, **_stacks(layers=6, attention_heads=12, ffn_dim=3072))
+    return Seq2Seq(BartForConditionalGeneration(config), _tokenizer())
+
+
+def _marian() -> TaskModel:
+    ids = {"vocab_size": 59514, "pad_token_id": 59513, "eos_token_id": 0, "decoder_start_token_id": 59513}
+    sizes = _stacks(layers=6, attention_heads=8, ffn_dim=2048)
+    return Seq2Seq(MarianMTModel(MarianConfig(d_model=512, max_position_embeddings=512, **ids, **sizes)), _tokenizer())
+
+
+def _stacks(**sizes: int) -> dict[str, int]:
+    """The same for encoder and decoder."""
+    return {f"{stack}_{size}": n for stack in ("encoder", "decoder") for size, n in sizes.items()}
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """The benchmark makes its own token numbers; a task model only wants to know that there is a tokenizer."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>")), pad_token="<pad>"
+    )
+
+
+SHAPES: dict[str, Callable[[], TaskModel]] = {
+    "bert-base": _bert,
+    "bart-base": _bart,
+    "minilm": lambda: _bert(hidden_size=384, num_hidden_layers=6, intermediate_size=1536),
+    "marian": _marian,
+}
+
+
+def shaped_model(shape: str, device: str | None = None, precision: str | None = None) -> TaskModel:
+    if shape not in SHAPES:
+        raise InputError(f"expected a shape out of {', '.join(SHAPES)}, found {shape!r}")
+    place, dtype = find_device(device), find_dtype(precision, device)
+    model = SHAPES[shape]()
+    model.model.to(device=place, dtype=dtype)
+    return model
+
+
+def random_rows(model: TaskModel, rows: int, tokens: int) -> Rows:
+    def ids(width: int) -> Tensor:
+        return torch.randint(4, 20_000, (rows, width), device=model.device)
+
+    inputs = {
+        "input_ids": ids(tokens),
+        "attention_mask": torch.ones(rows, tokens, dtype=torch.long, device=model.device),
+    }
+    labels = ids(1)[:, 0] % 2 if model.kind == "classifier" else ids(ANSWER_TOKENS)
+    return Rows(inputs, labels)
+
+
+def random_edits(model: TaskModel, edits: int, tokens: int) -> EditBatch:
+    width = tokens + 2 * ANSWER_TOKENS
+    ids = torch.randint(4, 20_000, (edits, width), device=model.device)
+    return EditBatch(
+        random_rows(model, edits, tokens), Condition(ids, torch.full((edits,), width, device=model.device))
+    )
+
+
+def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBatch:
+    """A step's batch: of each edit's rows, two are to change and the others to stay."""
+    batch = random_rows(model, edits * rows, tokens)
+    labels = batch.labels
+    assert labels is not None
+    answer = labels[0].numel()
+    places = torch.arange(edits * rows * answer, device=model.device).view(edits, rows, answer)
+    edit, keep = places[:, :2].flatten(), places[:, 2:].flatten()
+
+    def targets(chosen: Tensor) -> Targets:
+        weights = torch.full((len(chosen),), 1 / len(chosen), device=model.device)
+        return Targets(labels.flatten()[chosen], weights, torch.arange(len(chosen), device=model.device))
+
+    chosen = Rows(batch.inputs, labels, torch.cat([edit, keep]))
+    return StepBatch(random_edits(model, edits, tokens), chosen, targets(edit), targets(keep))
+
+
+def kept_features(model: TaskModel, batch: StepBatch) -> Tensor:
+    assert batch.rows.places is not None
+    return model.features(Rows(batch.rows.inputs, batch.rows.labels, batch.rows.places[len(batch.edit.labels) :]))

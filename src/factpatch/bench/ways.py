@@ -1,0 +1,104 @@
+"""What is timed: ours, the published way, and the frozen model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from factpatch.constraints import kl
+from factpatch.editors.hypernetwork import EditBatch, HyperNetwork
+from factpatch.editors.network import WeightNormLinears
+from factpatch.engine import edited
+from factpatch.models import Rows, Seq2Seq, TaskModel
+from factpatch.training.table import StepBatch
+
+
+def propose_and_run(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
+    with edited(model.layers, editor.update(model, batch)):
+        return model.logits(rows)
+
+
+def published_way(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
+    """One edit as the paper's code makes it.
+
+    Gradients of every parameter, a network for each weight on its own, a dense change of every edited weight, and a
+    forward with a full set of parameters to which the changes were added.
+    """
+    parameters = dict(model.model.named_parameters())
+    with torch.enable_grad():
+        model.model.requires_grad_(True)
+        try:
+            loss = model.losses(batch.rows).sum()
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        finally:
+            model.model.requires_grad_(False)
+    gradients = dict(zip(parameters, found, strict=True))
+    h = editor.fact_encoder(batch.condition)[0]
+    deltas: dict[str, Tensor] = {}
+    for key, names in editor.weights_of.items():
+        group = editor.groups[key]
+        for i, name in enumerate(names):
+            predicted = _normed_linear(group.up, i, _normed_linear(group.down, i, h).tanh())
+            r, a, r_bias, a_bias, eta = predicted.to(parameters[name].dtype).split(group.split)
+            gradient = gradients[name]
+            assert gradient is not None
+            scaled = gradient * torch.outer(r.softmax(0), a) + torch.outer(r_bias.softmax(0), a_bias)
+            deltas[name] = group.max_scale * eta.sigmoid() * scaled
+    changed = {name: parameter + deltas.get(name, 0) for name, parameter in parameters.items()}
+    return functional_call(model.model, changed, kwargs=_inputs(model, rows)).logits
+
+
+def published_step(
+    editor: HyperNetwork, model: TaskModel, batch: StepBatch, kept: Tensor, optimizer: torch.optim.Optimizer
+) -> None:
+    """One edit a step, dense, as the paper's code trains: everything from the gradients to the optimizer."""
+    logits = published_way(editor, model, batch.fact, batch.rows).float().flatten(0, -2)
+    assert batch.rows.places is not None
+    edit, keep = logits[batch.rows.places].split([len(batch.edit.labels), len(batch.keep.labels)])
+    loss = F.cross_entropy(edit, batch.edit.labels)
+    moved = kl(model.scores(kept), keep).mean()
+    optimizer.zero_grad()
+    (loss + moved).backward()
+    optimizer.step()
+
+
+def frozen_alone(model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
+    """The floor: the edits' forward and input-gradient backward, and the rows' forward, with no editing at all."""
+    with _gradients_start_at_embeddings(model), torch.enable_grad():
+        model.losses(batch.rows).sum().backward()
+    return model.logits(rows)
+
+
+def forward_and_back(model: TaskModel, network: Callable[..., Any], rows: Rows) -> None:
+    """The rows through the frozen model, and back to the embeddings: what every way of training must do."""
+    with _gradients_start_at_embeddings(model):
+        network(**_inputs(model, rows)).logits.float().logsumexp(-1).sum().backward()
+
+
+@contextmanager
+def _gradients_start_at_embeddings(model: TaskModel) -> Iterator[None]:
+    """As if the inputs were what is trained: the least that a backward through a frozen model can do."""
+    with ExitStack() as stack:
+        for module in model.model.modules():
+            if isinstance(module, nn.Embedding):
+                hook = module.register_forward_hook(lambda _module, _args, output: output.detach().requires_grad_())
+                stack.callback(hook.remove)
+        yield
+
+
+def _inputs(model: TaskModel, rows: Rows) -> dict[str, Tensor]:
+    """What the network itself takes."""
+    inputs = dict(rows.inputs)
+    if isinstance(model, Seq2Seq):
+        inputs["decoder_input_ids"] = model.model.prepare_decoder_input_ids_from_labels(labels=rows.labels)
+    return inputs
+
+
+def _normed_linear(layers: WeightNormLinears, i: int, x: Tensor) -> Tensor:
+    return F.linear(x, torch.ops.aten._weight_norm(layers.v[i], layers.g[i][:, None], 0), layers.b[i])
