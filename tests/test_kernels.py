@@ -15,7 +15,8 @@ if not (torch.cuda.is_available() or interpreted):
     pytest.skip("kernels run on a CUDA GPU only", allow_module_level=True)
 pytest.importorskip("triton")
 
-from factpatch.kernels import GatedTokens, Norm, ShortAttention, edited_product  # noqa: E402
+from factpatch.constraints import kl  # noqa: E402
+from factpatch.kernels import Divergence, GatedTokens, Norm, ShortAttention, edited_product  # noqa: E402
 
 DEVICE = "cpu" if interpreted else "cuda"
 DTYPE = torch.float32 if interpreted else torch.bfloat16
@@ -66,6 +67,35 @@ def test_norm(width: int) -> None:
         lambda x: F.layer_norm(x, (width,), weight.float(), bias.float(), 1e-5),
         torch.randn(3, 5, width, device=DEVICE, dtype=DTYPE, requires_grad=True),
     )
+
+
+@pytest.mark.parametrize("width", [9001, 4096, 1030])
+def test_divergence(width: int) -> None:
+    """Also where distributions are all but the same, and of a head whose rows are wider than its vocabulary."""
+    torch.manual_seed(0)
+    p = (4 * torch.randn(5, width + 6, device=DEVICE, dtype=DTYPE))[:, :width]
+    for apart in (1.0, 0.01):
+        q = (p + apart * torch.randn_like(p)).requires_grad_()
+        same_both_ways(lambda q: Divergence.apply(p, q), lambda q: kl(p.float(), q), q)
+        expected = kl(p.double(), q.detach().double())
+        torch.testing.assert_close(Divergence.apply(p, q).double(), expected, rtol=1e-3, atol=1e-7)
+
+
+def test_kl_over_a_vocabulary_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q = torch.randn(2, 3, 2000, device=DEVICE, dtype=DTYPE)
+    expected = kl(p.float(), q.float())
+    monkeypatch.setattr("factpatch.constraints.kernels_take", lambda x: True)
+    monkeypatch.setattr("torch.Tensor.log_softmax", None)
+    torch.testing.assert_close(kl(p, q), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_divergence_of_what_is_never_said() -> None:
+    p, q = torch.randn(2, 3, 2000, device=DEVICE, dtype=DTYPE)
+    p[:, 7] = q[:, 7] = p[:, 1999] = float("-inf")
+    seen = [i for i in range(2000) if i not in (7, 1999)]
+    wide = torch.cat([q[:, seen], q[:, 1999:]], 1)
+    narrow = torch.cat([p[:, seen], torch.full_like(p[:, :1], -1e4)], 1)
+    torch.testing.assert_close(Divergence.apply(p, q), kl(narrow.float(), wide.float()), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "rank"), [(7, 16), (32, 40), (15, 16)])

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from factpatch import bench, engine
+from factpatch import bench, constraints, engine
 from factpatch.device import find_device
 from factpatch.editors import HyperNetwork, network
 from factpatch.models import TaskModel
@@ -22,7 +22,7 @@ from factpatch.training import TrainConfig
 from factpatch.training.objective import Objective
 from factpatch.training.step import Learner
 
-KERNELS = ("attention", "norm", "factors", "product")
+KERNELS = ("attention", "norm", "factors", "product", "divergence")
 WARM, TIMED, PROFILED = 4, 10, 3  # steps
 
 
@@ -77,6 +77,8 @@ def leave_out(names: list[str], model: TaskModel) -> None:
         network.has_kernels = lambda device: False
     if "product" in names:
         engine._has_kernel = lambda layer, x, factor: False
+    if "divergence" in names:
+        constraints.kernels_take = lambda x: False
 
 
 def wait() -> None:

@@ -120,8 +120,12 @@ class TaskModel(ABC):
         """
 
     @abstractmethod
+    def head(self, features: Tensor) -> Tensor:
+        """The logits of features, in the model's precision: (places, labels or vocabulary)."""
+
     def scores(self, features: Tensor) -> Tensor:
-        """The logits of features: (places, labels or vocabulary), in float32."""
+        """The same in float32."""
+        return self.head(features).float()
 
     def said(self, features: Tensor) -> list[str] | None:
         """What their scores alone decide, a text for each place; None where deciding takes a search."""

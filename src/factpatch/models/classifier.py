@@ -42,8 +42,8 @@ class Classifier(TaskModel):
         logits = self.model(**rows.inputs).logits
         return logits if rows.places is None else logits.index_select(0, rows.places)
 
-    def scores(self, features: Tensor) -> Tensor:
-        return features.float()
+    def head(self, features: Tensor) -> Tensor:
+        return features
 
     def said(self, features: Tensor) -> list[str] | None:
         return [self.labels[i] for i in self.scores(features).argmax(-1).tolist()]

@@ -72,10 +72,10 @@ class Seq2Seq(TaskModel):
             handle.remove()
         return read[0]
 
-    def scores(self, features: Tensor) -> Tensor:
+    def head(self, features: Tensor) -> Tensor:
         bias = getattr(self.model, "final_logits_bias", None)  # BART's and its kin
         logits = self._head(features)
-        return (logits if bias is None else logits + bias).float()
+        return logits if bias is None else logits + bias
 
     @property
     def _head(self) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_GRAPHS = 8  # sets of shapes that are recorded; batches of others run kernel by kernel
+MOST_GRAPHS = 24  # sets of shapes that are recorded; batches of others run kernel by kernel
 
 Tensors = tuple[Tensor, ...]
 Shapes = tuple[torch.Size, ...]

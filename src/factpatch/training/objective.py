@@ -79,10 +79,9 @@ class Objective:
         Of the beam, Σ p(c) log p(c)/p'(c) over the candidates c, with p' from the losses of their tokens.
         """
         kept = self._kept(batch)
-        logits = self.model.scores(features)
         if self.config.kl_over == "top1":
-            return (kl(self.model.scores(kept), logits) * batch.keep.weights).sum()
-        losses = F.cross_entropy(logits, batch.keep.labels, reduction="none")
+            return (kl(self.model.head(kept), self.model.head(features)) * batch.keep.weights).sum()
+        losses = F.cross_entropy(self.model.scores(features), batch.keep.labels, reduction="none")
         return ((kept[:, 0] * losses + kept[:, 1]) * batch.keep.weights).sum()
 
     @torch.no_grad()

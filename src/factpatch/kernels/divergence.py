@@ -1,0 +1,87 @@
+"""KL between two distributions over a vocabulary, from their logits.
+
+One program reads both rows of one place, twice on the way there and once on the way back; nothing as wide as a
+vocabulary is written but the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports] (comes with torch for GPUs)
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+BLOCK = 4096  # of the vocabulary, that one program looks at together
+NEVER = tl.constexpr(-1e30)  # the logit of what cannot be said; finite, so that there are no differences of infinities
+
+
+@triton.jit
+def _read(logits, place, width):
+    return tl.maximum(tl.load(logits + place, mask=place < width, other=NEVER).to(tl.float32), NEVER)
+
+
+@triton.jit
+def _log_sum(logits, width, BLOCK: tl.constexpr):
+    """log Σ exp, with the largest so far taken off."""
+    place = tl.arange(0, BLOCK)
+    most = tl.full((BLOCK,), NEVER, tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        x = _read(logits, start + place, width)
+        more = tl.maximum(most, x)
+        sums = sums * tl.exp(most - more) + tl.exp(x - more)
+        most = more
+    top = tl.max(most, 0)
+    return top + tl.log(tl.sum(sums * tl.exp(most - top), 0))
+
+
+@triton.jit
+def _divergence(out, sums_p, sums_q, p, q, p_row, q_row, width, BLOCK: tl.constexpr):
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    p += row * p_row
+    q += row * q_row
+    sum_p, sum_q = _log_sum(p, width, BLOCK), _log_sum(q, width, BLOCK)
+    found = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        log_p, log_q = _read(p, start + place, width) - sum_p, _read(q, start + place, width) - sum_q
+        p_, q_ = tl.exp(log_p), tl.exp(log_q)
+        found += p_ * (log_p - log_q) - p_ + q_  # of which − p + q takes away what rounding adds to the sums
+    tl.store(out + row, tl.sum(found, 0))
+    tl.store(sums_p + row, sum_p)
+    tl.store(sums_q + row, sum_q)
+
+
+@triton.jit
+def _divergence_back(g_q, g, sums_p, sums_q, p, q, g_row, p_row, q_row, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    p_ = tl.exp(_read(p + row * p_row, place, width) - tl.load(sums_p + row))
+    q_ = tl.exp(_read(q + row * q_row, place, width) - tl.load(sums_q + row))
+    found = tl.load(g + row) * (q_ - p_)
+    tl.store(g_q + row * g_row + place, found.to(g_q.dtype.element_ty), mask=place < width)
+
+
+class Divergence(torch.autograd.Function):
+    """KL(p ‖ q) of each place, in float32, from logits (places, vocabulary) of p, which is not trained, and of q."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, q: Tensor) -> Tensor:
+        out, *sums = q.new_empty((3, len(q)), dtype=torch.float32)
+        ctx.save_for_backward(p, q, *sums)
+        with torch.cuda.device_of(q):
+            _divergence[(len(q),)](
+                out, *sums, p, q, p.stride(0), q.stride(0), q.shape[1], BLOCK=BLOCK, num_warps=8
+            )  # fmt: skip
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        p, q, *sums = ctx.saved_tensors
+        g, g_q = gradients[0].contiguous(), torch.empty_like(q)
+        with torch.cuda.device_of(q):
+            _divergence_back[(len(q), triton.cdiv(q.shape[1], BLOCK))](
+                g_q, g, *sums, p, q, g_q.stride(0), p.stride(0), q.stride(0), q.shape[1], BLOCK=BLOCK, num_warps=8
+            )  # fmt: skip
+        return None, g_q
