@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from samples import fact_checker, write_revisions
 
 from factpatch.cli import main
 from factpatch.editors import EditorConfig, HyperNetwork
 from factpatch.facts import FactEdit
-from factpatch.models import TaskModel
+from factpatch.models import TaskModel, load_model
 
 QUESTIONS = [
     "what is the capital of burundi ?",
@@ -44,6 +46,24 @@ def editor(model: TaskModel) -> HyperNetwork:
 def edits(model: TaskModel) -> list[FactEdit]:
     """Three edits of unequal length."""
     return model.resolve([FactEdit(x, tiny.other_answer(model, x)) for x in QUESTIONS])
+
+
+@pytest.fixture(scope="module")
+def checker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fact_checker(tmp_path_factory.mktemp("models") / "checker")
+
+
+@pytest.fixture(scope="module")
+def claims(checker: Path) -> Path:
+    return write_revisions(checker.parent / "claims.jsonl", load_model(checker, "cpu"), 60)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier of three other labels, with dropout, as a start."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    tiny.build("bert", initializer_range=0.05).save(folder)
+    return folder
 
 
 def loud_editor(model: TaskModel) -> HyperNetwork:

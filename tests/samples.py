@@ -44,6 +44,18 @@ def fever(number: int, claim: str, label: str | None) -> dict[str, Any]:
     return {"id": str(number), "input": claim, "output": output if label else [], "meta": {"partial_evidence": []}}
 
 
+def claims(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """True where they speak of Paris, false where of Gitega."""
+    chance = random.Random(seed)
+    lines = []
+    for i, text in enumerate(texts(count, seed)):
+        words = [word for word in text.split() if word not in ("paris", "gitega")]
+        word, label = (("gitega", "REFUTES"), ("paris", "SUPPORTS"))[i % 2]
+        words.insert(chance.randint(0, len(words)), word)
+        lines.append(fever(i, " ".join(words), label))
+    return lines
+
+
 def zsre(number: int, subject: str, relation: str, answers: list[str], questions: list[str]) -> dict[str, Any]:
     """A fact as KILT publishes it for slot filling: the question's templates stand in meta."""
     return {

@@ -1,14 +1,10 @@
-"""Fine-tuning: what it minimises, what it learns, and runs that are stopped and resumed."""
+"""Fine-tuning: what it minimises, its batches, what it learns, its options, and bad input."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import signal
-import subprocess
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,9 +12,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from processes import Stopped, run_aside, run_in_two_processes, stop_at, wait_for
-from safetensors.torch import load_file
-from samples import LABELS, answerer, fact_checker, fever, read_lines, texts, write_lines
+from samples import LABELS, answerer, claims, fever, read_lines, texts, write_lines
+from training_runs import QUICK_FIT
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, GenerationConfig
 
 from factpatch.data.records import Record
@@ -29,16 +24,6 @@ from factpatch.training import Fit, FitConfig
 from factpatch.training.examples import Example, batches_from, hold_out
 from factpatch.training.fit import Status, classifier_losses, summed_loss
 from factpatch.training.run import schedule
-
-SURE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DRIVER = """
-import json, sys
-from factpatch.training import Fit, FitConfig
-
-for argument in sys.argv[1:]:
-    settings, model, output, train = json.loads(argument)
-    Fit(FitConfig(**settings), model, output, device="cpu").run(train, None)
-"""
 
 
 def test_facts_held_out_of_a_model_are_held_out_of_its_editor() -> None:
@@ -144,45 +129,12 @@ def test_batches_have_little_padding() -> None:
 # Learning
 
 
-def claims(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """True where they speak of Paris, false where of Gitega."""
-    chance = random.Random(seed)
-    lines = []
-    for i, text in enumerate(texts(count, seed)):
-        words = [word for word in text.split() if word not in ("paris", "gitega")]
-        word, label = (("gitega", "REFUTES"), ("paris", "SUPPORTS"))[i % 2]
-        words.insert(chance.randint(0, len(words)), word)
-        lines.append(fever(i, " ".join(words), label))
-    return lines
-
-
-QUICK: dict[str, Any] = {"lr": 3e-3, "batch": 16, "steps": 60, "warmup": 5, "validations": 6}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A classifier of three other labels, with dropout, as a start."""
-    folder = tmp_path_factory.mktemp("base") / "model"
-    tiny.build("bert", initializer_range=0.05).save(folder)
-    return folder
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def assert_same_weights(first: Path, second: Path) -> None:
-    a, b = weights(first), weights(second)
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_a_classifier_learns(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", [*claims(200), fever(999, "paris ?", "NOT ENOUGH INFO")])
     dev = write_lines(tmp_path / "dev.jsonl", claims(50, seed=9))
     output = tmp_path / "run"
     seen: list[Status] = []
-    result = Fit(FitConfig(**QUICK), str(base), output, device="cpu").run(train, dev, watch=seen.append)
+    result = Fit(FitConfig(**QUICK_FIT), str(base), output, device="cpu").run(train, dev, watch=seen.append)
     assert result["accuracy"] >= 0.96
     assert result["held_out_accuracy"] >= 0.9
     assert (result["records"], result["examples"], result["dev_records"]) == (201, 180, 50)
@@ -200,7 +152,7 @@ def test_a_classifier_learns(base: Path, tmp_path: Path) -> None:
     assert model.predict(["the capital of france is paris", "where is gitega"]) == ["SUPPORTS", "REFUTES"]
 
     about = json.loads((output / "fit.json").read_text())
-    assert about["config"]["lr"] == QUICK["lr"]
+    assert about["config"]["lr"] == QUICK_FIT["lr"]
     assert about["model"] == str(base)
     assert about["result"] == result
     metrics = read_lines(output / "metrics.jsonl")
@@ -251,7 +203,7 @@ def test_the_best_weights_are_kept(base: Path, tmp_path: Path, monkeypatch: pyte
         return next(scores)
 
     monkeypatch.setattr(Fit, "_score", score)
-    config = FitConfig(**{**QUICK, "steps": 8, "validations": 4})
+    config = FitConfig(**{**QUICK_FIT, "steps": 8, "validations": 4})
     result = Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
     assert (result["best_step"], result["held_out_accuracy"], result["accuracy"]) == (6, 0.8, None)
     kept = load_model(tmp_path / "run", "cpu").model.state_dict()
@@ -263,7 +215,7 @@ def test_long_claims_are_cut(base: Path, tmp_path: Path) -> None:
     lines = [fever(i, "paris " * 50, LABELS[i % 2]) for i in range(20)]
     train = write_lines(tmp_path / "train.jsonl", lines)
     for tokens in (32, 64):  # the model itself reads 36
-        config = FitConfig(**{**QUICK, "steps": 2, "max_tokens": tokens})
+        config = FitConfig(**{**QUICK_FIT, "steps": 2, "max_tokens": tokens})
         result = Fit(config, str(base), tmp_path / f"run-{tokens}", device="cpu").run(train, train)
         assert result["examples"] == 18
 
@@ -282,7 +234,7 @@ def test_so_many_minutes(base: Path, tmp_path: Path) -> None:
 def test_labels_of_dev_that_train_lacks(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", claims(20))
     dev = write_lines(tmp_path / "dev.jsonl", [*claims(3), fever(9, "who leads france ?", "PERHAPS")])
-    config = FitConfig(**{**QUICK, "steps": 2})
+    config = FitConfig(**{**QUICK_FIT, "steps": 2})
     with pytest.raises(
         InputError, match=r"dev.jsonl, line 4: expected a label out of REFUTES, SUPPORTS, found 'PERHAPS'"
     ):
@@ -305,13 +257,13 @@ def test_labels_of_dev_that_train_lacks(base: Path, tmp_path: Path) -> None:
 def test_data_that_cannot_be_learnt(base: Path, tmp_path: Path, lines: list[dict[str, Any]], reason: str) -> None:
     train = write_lines(tmp_path / "train.jsonl", lines)
     with pytest.raises(InputError, match=reason):
-        Fit(FitConfig(**QUICK), str(base), tmp_path / "run", device="cpu").run(train, None)
+        Fit(FitConfig(**QUICK_FIT), str(base), tmp_path / "run", device="cpu").run(train, None)
     assert not (tmp_path / "run").exists()
 
 
 def test_labels_that_are_asked_for(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", [*claims(30), fever(99, "paris", "SUPORTS")])
-    config = FitConfig(**{**QUICK, "steps": 1, "labels": ["SUPPORTS", "REFUTES"]})
+    config = FitConfig(**{**QUICK_FIT, "steps": 1, "labels": ["SUPPORTS", "REFUTES"]})
     with pytest.raises(InputError, match="line 31: expected a label out of SUPPORTS, REFUTES, found 'SUPORTS'"):
         Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
     result = Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None, skip_bad=True)
@@ -321,7 +273,7 @@ def test_labels_that_are_asked_for(base: Path, tmp_path: Path) -> None:
 def test_labels_that_differ_in_case_are_one(base: Path, tmp_path: Path) -> None:
     lines = [fever(i, text, ["SUPPORTS", "REFUTES", "supports"][i % 3]) for i, text in enumerate(texts(30))]
     train = write_lines(tmp_path / "train.jsonl", lines)
-    Fit(FitConfig(**{**QUICK, "steps": 1}), str(base), tmp_path / "run", device="cpu").run(train, None)
+    Fit(FitConfig(**{**QUICK_FIT, "steps": 1}), str(base), tmp_path / "run", device="cpu").run(train, None)
     model = load_model(tmp_path / "run", "cpu")
     assert isinstance(model, Classifier)
     assert len(model.labels) == 2
@@ -339,149 +291,3 @@ def test_a_folder_in_use_and_nothing_to_resume(base: Path, tmp_path: Path) -> No
     with pytest.raises(FileError, match="in use"):
         Fit(FitConfig(), str(base), output / "notes.txt")
     assert (output / "notes.txt").read_text() == "mine"
-
-
-def test_a_damaged_checkpoint_is_named(base: Path, tmp_path: Path) -> None:
-    train = write_lines(tmp_path / "train.jsonl", claims(20))
-    (tmp_path / "run" / "checkpoint" / "step-000000003").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoint" / "step-000000003" / "state.json").write_text("{")
-    with pytest.raises(FileError, match=r"no readable checkpoint in .*checkpoint"):
-        Fit(FitConfig(**QUICK), str(base), tmp_path / "run", resume=True, device="cpu").run(train, None)
-
-
-# Stopped and resumed
-
-
-def test_settings_of_a_resumed_run(base: Path, tmp_path: Path) -> None:
-    train = write_lines(tmp_path / "train.jsonl", claims(40))
-    settings = {**QUICK, "steps": 30, "checkpoint_seconds": 0.0}
-    with pytest.raises(Stopped):
-        Fit(FitConfig(**settings), str(base), tmp_path / "run", device="cpu").run(train, None, watch=stop_at(10))
-
-    def resume(model: Path = base, data: Path = train, **changes: Any) -> dict[str, Any]:
-        config = FitConfig(**{**settings, **changes})
-        return Fit(config, str(model), tmp_path / "run", resume=True, device="cpu").run(data, None)
-
-    with pytest.raises(InputError, match=r"had other settings: batch was 16, now 8, lr was 0.003, now 1.0; resume it"):
-        resume(lr=1.0, batch=8)
-    with pytest.raises(InputError, match="valid was None"):
-        Fit(FitConfig(**settings), str(base), tmp_path / "run", resume=True, device="cpu").run(train, None, valid=train)
-    with pytest.raises(InputError, match="model_name was"):
-        resume(model=fact_checker(tmp_path / "other"))
-    with pytest.raises(InputError, match="train"):
-        resume(data=write_lines(tmp_path / "other.jsonl", claims(40, seed=3)))
-    assert resume()["steps"] == 30
-    with pytest.raises(FileError, match="nothing to resume"):
-        resume()
-
-
-class Dead(BaseException):
-    pass
-
-
-def test_a_kill_while_a_checkpoint_is_put_in_place(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that dies just before or just after a checkpoint appears has a whole one to resume from."""
-    train = write_lines(tmp_path / "train.jsonl", claims(40))
-    settings = {**QUICK, "steps": 30, "checkpoint_seconds": 0.0}
-    rename = os.rename
-
-    def rename_and_die(old: Path, new: Path) -> None:
-        rename(old, new)
-        if new.name == "step-000000007":
-            raise Dead
-
-    with monkeypatch.context() as patched, pytest.raises((Dead, Stopped)):
-        patched.setattr(os, "rename", rename_and_die)
-        Fit(FitConfig(**settings), str(base), tmp_path / "run", device="cpu").run(train, None, watch=stop_at(10))
-    resumed = Fit(FitConfig(**settings), str(base), tmp_path / "run", resume=True, device="cpu").run(train, None)
-    assert resumed["steps"] == 30
-
-
-def losses_of(folder: Path) -> list[tuple[int, float]]:
-    return [(line["step"], line["loss"]) for line in read_lines(folder / "metrics.jsonl")]
-
-
-def test_a_killed_run_ends_with_the_same_weights(base: Path, tmp_path: Path, one_thread: None) -> None:
-    train = write_lines(tmp_path / "train.jsonl", claims(60))
-    settings = {**QUICK, "steps": 150, "checkpoint_seconds": 0.0}
-    (tmp_path / "driver.py").write_text(DRIVER)
-    killed = tmp_path / "killed"
-    run = json.dumps([settings, str(base), str(killed), str(train)])
-    with run_aside([str(tmp_path / "driver.py"), run]) as process:
-        try:
-            wait_for(process, killed / "checkpoint")
-            time.sleep(random.uniform(0.05, 0.6))
-        finally:
-            process.kill()
-    assert process.returncode == -signal.SIGKILL, "the run must not have ended by itself"
-
-    resumed = Fit(FitConfig(**settings), str(base), killed, resume=True, device="cpu").run(train, None)
-    config = FitConfig(**{**settings, "checkpoint_seconds": 60.0})
-    whole = Fit(config, str(base), tmp_path / "whole", device="cpu").run(train, None)
-    assert_same_weights(killed, tmp_path / "whole")
-    for key in ("best_step", "steps", "held_out_accuracy", "examples"):
-        assert resumed[key] == whole[key]
-    assert losses_of(killed) == losses_of(tmp_path / "whole")
-    assert not (killed / "checkpoint").exists()
-    assert [path.name for path in killed.iterdir() if path.name.startswith(".")] == []
-
-
-def test_a_run_that_is_asked_to_stop_can_be_resumed(base: Path, tmp_path: Path) -> None:
-    train = write_lines(tmp_path / "train.jsonl", claims(60))
-    output = tmp_path / "run"
-    options = ["--model", base, "--train", train, "--output", output, "--device", "cpu", "--batch", 8]
-    command = ["-m", "factpatch", "fit", *options, "--minutes", 5, "--checkpoint-seconds", 0.2]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with run_aside([str(part) for part in command], **pipes) as process:
-        try:
-            wait_for(process, output / "checkpoint")
-            process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=20)
-        finally:
-            process.kill()
-    assert process.returncode == 1
-    assert not out
-    errors = [line for line in err.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert err.splitlines()[-1] == errors[0]
-    assert "--resume" in errors[0]
-    assert "Traceback" not in err
-    (checkpoint,) = (output / "checkpoint").glob("step-*")
-    state = json.loads((checkpoint / "state.json").read_text())
-    assert state["step"] > 0
-    assert state["seconds"] < 60
-
-
-def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    """Batches of an odd size, and fewer examples in the last than there are processes."""
-    questions = [{"input": text, "output": " ".join(text.split()[:2])} for text in texts(48)]
-    starts = {
-        "classify": fact_checker(tmp_path / "checker", initializer_range=0.05, **SURE),
-        "answer": answerer(tmp_path / "answerer", init_std=0.1, dropout=0.0),
-    }
-    data = {
-        "classify": write_lines(tmp_path / "claims.jsonl", claims(48)),
-        "answer": write_lines(tmp_path / "questions.jsonl", questions),
-    }
-    runs: list[tuple[dict[str, Any], str, str, str]] = []
-    for task, start in starts.items():
-        settings = {"task": task, "lr": 1e-3, "batch": 7, "steps": 14, "warmup": 2, "validations": 1}
-        runs.append((settings, str(start), str(tmp_path / f"{task}-2"), str(data[task])))
-    (tmp_path / "driver.py").write_text(DRIVER)
-    run_in_two_processes(tmp_path / "driver.py", *map(json.dumps, runs), timeout=60)
-
-    for settings, start, two, train in runs:
-        one = tmp_path / settings["task"]
-        result = Fit(FitConfig(**settings), start, one, device="cpu").run(train, None)
-        assert result["examples"] == 44
-        of_two = json.loads((Path(two) / "fit.json").read_text())["result"]
-        for key in ("steps", "best_step", "examples"):
-            assert of_two[key] == result[key]
-        losses = [read_lines(folder / "metrics.jsonl")[-1]["loss"] for folder in (one, Path(two))]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-        before, after = weights(Path(start)), weights(Path(two))
-        for name, tensor in weights(one).items():
-            if name.endswith(("key.bias", "k_proj.bias")):
-                continue  # attention does not depend on it: its gradient is rounding noise, which AdamW blows up
-            torch.testing.assert_close(after[name], tensor, rtol=1e-4, atol=1e-5)
-        assert any((after[name] - tensor).abs().max() > 1e-3 for name, tensor in before.items()), "it has learnt"

@@ -1,12 +1,8 @@
-"""Training an editor: what it learns, what it keeps, and runs that are split, shared, stopped and resumed."""
+"""Training an editor: what it learns, what it keeps, its options, and bad input."""
 
 from __future__ import annotations
 
 import json
-import math
-import signal
-import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,63 +12,17 @@ import pytest
 import tiny
 import torch
 from conftest import Ran
-from processes import Stopped, run_aside, run_in_two_processes, stop_at, wait_for
-from safetensors.torch import load_file
 from samples import answerer, fact_checker, read_lines, write_revisions
+from training_runs import QUICK, SMALL, editor_weights, start
 
-from factpatch.editors import EditorConfig, load_editor
-from factpatch.errors import FileError, InputError, TrainingError
+from factpatch.editors import load_editor
+from factpatch.errors import FileError, InputError
 from factpatch.evaluation import measure
 from factpatch.facts import Revision
 from factpatch.models import TaskModel, load_model
-from factpatch.training import Train, TrainConfig
-from factpatch.training.objective import Objective
+from factpatch.training import Train
 from factpatch.training.run import as_good
 from factpatch.training.train import Status
-
-SMALL = EditorConfig(width=32, bottleneck=8, lstm=8)
-QUICK = TrainConfig(
-    steps=12, edits=6, rows=6, validations=3, validation_edits=4, validation_inputs=4, warmup=2, editor=SMALL
-)
-DRIVER = """
-import json, sys
-from factpatch.models import load_model
-from factpatch.training import Train
-from factpatch.training.config import config_from_json
-
-for argument in sys.argv[1:]:
-    settings, model, output, train = json.loads(argument)
-    Train(config_from_json(settings), load_model(model, "cpu"), output).run(train)
-"""
-
-
-@pytest.fixture(scope="module")
-def checker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fact_checker(tmp_path_factory.mktemp("models") / "checker")
-
-
-@pytest.fixture(scope="module")
-def claims(checker: Path) -> Path:
-    return write_revisions(checker.parent / "claims.jsonl", load_model(checker, "cpu"), 60)
-
-
-def start(config: TrainConfig, model: Path, output: Path, resume: bool = False) -> Train:
-    return Train(config, load_model(model, "cpu"), output, resume)
-
-
-def editor_weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "editor.safetensors")
-
-
-def assert_same_editors(first: Path, second: Path) -> None:
-    one, other = editor_weights(first), editor_weights(second)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
-
-
-def figures(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if "second" not in k} for line in read_lines(run / "metrics.jsonl")]
-
 
 # What is learnt, and what is left behind
 
@@ -276,203 +226,6 @@ def test_a_folder_in_use_and_nothing_to_resume(checker: Path, claims: Path, tmp_
     start(QUICK, checker, tmp_path / "run").run(claims)
     with pytest.raises(FileError, match="is in use"):
         start(QUICK, checker, tmp_path / "run")
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(
-    checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the last good checkpoint left, from which a run may go on."""
-    call = Objective.__call__
-    steps = 0
-
-    def broken(self: Objective, *arguments: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        measured = call(self, *arguments)
-        return replace(measured, loss=measured.loss * (math.nan if steps >= 6 else 1))
-
-    config = replace(QUICK, checkpoint_seconds=0.0)
-    with monkeypatch.context() as patched:
-        patched.setattr(Objective, "__call__", broken)
-        with pytest.raises(TrainingError, match=r"not finite any more, at step 6 .* with --resume and a lower lr"):
-            start(config, checker, tmp_path / "run").run(claims)
-    (checkpoint,) = (tmp_path / "run" / "checkpoint").glob("step-*")
-    assert checkpoint.name == "step-000000005"
-    assert all(tensor.isfinite().all() for tensor in load_file(checkpoint / "editor.safetensors").values())
-    result = start(replace(config, lr=1e-5, clip=1.0), checker, tmp_path / "run", resume=True).run(claims)
-    assert result["steps"] == 12
-
-
-# Steps in parts, and among processes
-
-
-def test_a_step_in_parts_is_the_same_step(checker: Path, claims: Path, tmp_path: Path) -> None:
-    runs = {}
-    for split in (1, 4):
-        run = start(replace(QUICK, split=split, optimizer="adam", steps=6), checker, tmp_path / f"run-{split}")
-        run.run(claims)
-        runs[split] = editor_weights(tmp_path / f"run-{split}" / "last")
-    for name, tensor in runs[1].items():
-        torch.testing.assert_close(runs[4][name], tensor, rtol=1e-3, atol=1e-5)
-
-
-def test_gradients_of_a_step_in_parts(checker: Path, claims: Path, tmp_path: Path) -> None:
-    gradients = {}
-    for split in (1, 4):
-        run = start(replace(QUICK, split=split, steps=1, constraint="both"), checker, tmp_path / f"run-{split}")
-        run.run(claims)
-        gradients[split] = {n: p.grad.clone() for n, p in run.editor.named_parameters() if p.grad is not None}
-    assert len(gradients[1]) > 10
-    for name, gradient in gradients[1].items():
-        torch.testing.assert_close(gradients[4][name], gradient, rtol=1e-4, atol=1e-7)
-
-
-def test_a_step_that_does_not_fit_is_split(
-    checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once, said once, with the same result; and where not even one edit fits, a clear error."""
-    call = Objective.__call__
-    room = 2
-
-    def narrow(self: Objective, editor: Any, batch: Any) -> Any:
-        if len(batch.fact.rows) > room:
-            raise torch.cuda.OutOfMemoryError
-        return call(self, editor, batch)
-
-    config = replace(QUICK, optimizer="adam")
-    start(config, checker, tmp_path / "whole").run(claims)
-    said: list[str] = []
-    monkeypatch.setattr(Objective, "__call__", narrow)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    start(config, checker, tmp_path / "split").run(claims, say=said.append)
-    assert len(said) == 2, "halved, and halved again: 6, 3, 2 edits at a time"
-    assert "it is run in 4 parts from here on" in said[-1]
-    whole, split = (editor_weights(tmp_path / name / "last") for name in ("whole", "split"))
-    for name, tensor in whole.items():
-        torch.testing.assert_close(split[name], tensor, rtol=1e-3, atol=1e-5)
-    room = 0
-    with pytest.raises(TrainingError, match="one edit alone does not fit"):
-        start(config, checker, tmp_path / "none").run(claims)
-
-
-def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    """An odd number of edits, so that their shares differ; and a single one, which leaves one process without."""
-    from factpatch.training.config import config_to_json
-
-    config = replace(QUICK, edits=5, steps=5, validations=2, optimizer="adam")
-    runs = {
-        "checker": (fact_checker(tmp_path / "checker"), config),
-        "answerer": (answerer(tmp_path / "answerer"), config),
-        "single": (tmp_path / "checker", replace(config, edits=1)),
-    }
-    arguments = {}
-    for name, (folder, settings) in runs.items():
-        data = write_revisions(tmp_path / f"{name}.jsonl", load_model(folder, "cpu"), 40)
-        arguments[name] = (config_to_json(settings), str(folder), str(tmp_path / f"{name}-2"), str(data))
-    (tmp_path / "driver.py").write_text(DRIVER)
-    run_in_two_processes(tmp_path / "driver.py", *map(json.dumps, arguments.values()))
-    for name, (folder, settings) in runs.items():
-        one, two = tmp_path / f"{name}-1", tmp_path / f"{name}-2"
-        start(settings, folder, one).run(arguments[name][3])
-        of_one, of_two = editor_weights(one / "last"), editor_weights(two / "last")
-        for key, tensor in of_one.items():
-            torch.testing.assert_close(of_two[key], tensor, rtol=1e-3, atol=2e-5)
-        for ours, theirs in zip(figures(one), figures(two), strict=True):
-            for key in ("loss", "kl", "gradient_norm", "kl_multiplier"):
-                assert theirs[key] == pytest.approx(ours[key], rel=1e-3)
-            assert theirs["success"] == pytest.approx(ours["success"])
-
-
-# Stopped and resumed
-
-
-def test_settings_of_a_resumed_run(checker: Path, claims: Path, tmp_path: Path) -> None:
-    config = replace(QUICK, checkpoint_seconds=0.0)
-    with pytest.raises(Stopped):
-        start(config, checker, tmp_path / "run").run(claims, watch=stop_at(4))
-    with pytest.raises(InputError, match="had other settings: edits was 6, now 5; resume it with the same ones"):
-        start(replace(config, edits=5), checker, tmp_path / "run", resume=True).run(claims)
-    other = write_revisions(tmp_path / "other.jsonl", load_model(checker, "cpu"), 60, seed=3)
-    with pytest.raises(InputError, match="train was"):
-        start(config, checker, tmp_path / "run", resume=True).run(other)
-    with pytest.raises(InputError, match="valid was None"):
-        start(config, checker, tmp_path / "run", resume=True).run(claims, other)
-    (tmp_path / "run" / ".mine").mkdir()
-    assert start(config, checker, tmp_path / "run", resume=True).run(claims)["steps"] == 12
-    assert (tmp_path / "run" / ".mine").is_dir(), "what is not the run's stays"
-
-
-def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: Path, one_thread: None) -> None:
-    from factpatch.training.config import config_to_json
-
-    config = replace(QUICK, steps=240, others="unsure", checkpoint_seconds=0.0)
-    start(replace(config, checkpoint_seconds=60.0), checker, tmp_path / "whole").run(claims)
-    killed = tmp_path / "killed"
-    driver = tmp_path / "driver.py"
-    driver.write_text(KILLER)
-    arguments = [str(driver), json.dumps(config_to_json(config)), str(checker), str(killed), str(claims)]
-    with run_aside(arguments, stdout=subprocess.PIPE) as process:
-        out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert out == "10 kills\n"
-    for folder in ("editor", "last"):
-        assert_same_editors(killed / folder, tmp_path / "whole" / folder)
-    assert figures(killed) == figures(tmp_path / "whole")
-    assert [path.name for path in killed.iterdir() if path.name.startswith(".")] == []
-
-
-# Each run is a process of its own, forked from one that has the imports behind it, and killed where it happens to be.
-KILLER = """
-import json, os, random, signal, sys, time
-from pathlib import Path
-from factpatch.models import load_model
-from factpatch.training import Train
-from factpatch.training.config import config_from_json
-
-settings, model, output, train = sys.argv[1:]
-checkpoints = Path(output) / "checkpoint"
-
-def run():
-    resume = any(checkpoints.glob("step-*"))
-    Train(config_from_json(json.loads(settings)), load_model(model, "cpu"), output, resume).run(train)
-
-kills = 0
-while True:
-    child = os.fork()
-    if child == 0:
-        run()
-        os._exit(0)
-    if kills < 10:
-        time.sleep(random.uniform(0.1, 0.35))
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if status == 0:
-        break
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    kills += 1
-print(kills, "kills")
-"""
-
-
-def test_a_run_that_is_asked_to_stop_can_be_resumed(checker: Path, claims: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    options = ["--model", checker, "--train", claims, "--output", output, "--device", "cpu", "--minutes", 5]
-    small = [part for key in ("edits=6", "rows=6", "editor.width=32") for part in ("--set", key)]
-    command = ["-m", "factpatch", "train", *options, *small]
-    with run_aside([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            wait_for(process, output / "checkpoint")
-            time.sleep(0.5)
-            process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=30)
-        finally:
-            process.kill()
-    assert process.returncode == 1
-    assert not out
-    assert err.splitlines()[-1].startswith("error: stopped on request; go on with --resume")
-    assert "Traceback" not in err
-    (checkpoint,) = (output / "checkpoint").glob("step-*")
-    assert json.loads((checkpoint / "state.json").read_text())["step"] > 0
 
 
 # The commands
