@@ -40,7 +40,7 @@ def batch(size: int, device: str = "cpu") -> Batch:
 
 
 def weigh(one: Batch) -> tuple[Tensor, ...]:
-    return (one.first.sum(1) * one.inner.numbers, one.named["a"] + 1)
+    return ((one.first.sum(1) * one.inner.numbers).sum(), one.named["a"] + 1)
 
 
 def test_tensors_of_a_batch() -> None:
@@ -60,12 +60,16 @@ def test_on_a_cpu_it_is_the_function() -> None:
 
 @needs_gpu
 def test_recorded_shapes_give_the_same() -> None:
+    """And all of them into the same memory: gradients of an editor are large."""
     graphed = Graphed(weigh)
+    places = []
     for size in (4, 4, 5, 4, 5, 5, 4):
         one = batch(size, "cuda")
         for found, wanted in zip(graphed(one), weigh(one), strict=True):
             torch.testing.assert_close(found, wanted)
+        places.append(graphed(one)[0].data_ptr())
     assert len(graphed.graphs) == 2
+    assert len(set(places[-2:])) == 1
 
 
 @needs_gpu

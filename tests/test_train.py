@@ -17,7 +17,7 @@ from training_runs import QUICK, SMALL, editor_weights, start
 
 from factpatch.editors import load_editor
 from factpatch.errors import FileError, InputError
-from factpatch.evaluation import measure
+from factpatch.evaluation import measure, predicted_now
 from factpatch.facts import Revision
 from factpatch.models import TaskModel, load_model
 from factpatch.training import Train
@@ -90,18 +90,27 @@ def test_validations_are_as_precise_as_evaluation(
 ) -> None:
     """In training with bf16, too; and the answers to begin with are those of the same precision."""
     asked: list[TaskModel] = []
+    products: set[str] = set()
+
+    def predicted(model: TaskModel, revisions: list[Revision]) -> Any:
+        if len(revisions) == 4:  # the slice that is held out
+            products.add(torch.get_float32_matmul_precision())
+        return predicted_now(model, revisions)
 
     def watched(method: Any, model: TaskModel, edits: Any, others: list[Revision]) -> Any:
         asked.append(model)
+        products.add(torch.get_float32_matmul_precision())
         assert [other.prediction for other in others] == model.predict([other.input for other in others])
         return measure(method, model, edits, others)
 
+    monkeypatch.setattr("factpatch.training.train.predicted_now", predicted)
     monkeypatch.setattr("factpatch.training.train.measure", watched)
     model = folder(tmp_path / "model")
     data = write_revisions(tmp_path / "data.jsonl", load_model(model, "cpu"), 40)
     run = start(replace(QUICK, precision="bf16"), model, tmp_path / "run")
     run.run(data)
     assert {model.model.dtype for model in asked} == {dtype}
+    assert products == {"high"}
     assert run.model.model.dtype == torch.bfloat16
     assert run.judge.fingerprint == run.model.fingerprint == run.editor.base
 
@@ -131,7 +140,7 @@ def test_every_architecture_trains_and_stays_as_it_was(name: str, tmp_path: Path
     model = tiny.build(name)
     before = {key: tensor.clone() for key, tensor in model.model.state_dict().items()}
     data = write_revisions(tmp_path / "revisions.jsonl", model, 30)
-    config = replace(QUICK, steps=2, validations=1, constraint="both", kl_over="top1", updates=2)
+    config = replace(QUICK, steps=2, validations=1, constraint="both", kl_over="top1", updates=2, precision="fp32")
     result = Train(config, model, tmp_path / "run").run(data)
     assert 0 <= result["success"] <= 1
     assert all(torch.equal(before[key], tensor) for key, tensor in model.model.state_dict().items())
@@ -165,6 +174,15 @@ def test_options(checker: Path, claims: Path, tmp_path: Path, changes: dict[str,
     assert result["margin"] == (None if config.constraint == "none" else pytest.approx(result["margin"]))
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert all((name in lines[0]) == (name in config.constraints) for name in ("kl", "lp"))
+
+
+def test_others_that_the_model_is_unsure_of(checker: Path, claims: Path, tmp_path: Path) -> None:
+    """They are others than those drawn alike, of all that a run looks at."""
+    kls = {}
+    for others in ("alike", "unsure"):
+        start(replace(QUICK, others=others), checker, tmp_path / others).run(claims)
+        kls[others] = [line["kl"] for line in read_lines(tmp_path / others / "metrics.jsonl")]
+    assert kls["alike"] != kls["unsure"]
 
 
 def test_some_layers_only(checker: Path, claims: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from training_runs import QUICK, editor_weights, start
 
 from factpatch.errors import InputError, TrainingError
 from factpatch.models import load_model
+from factpatch.training.checkpoint import load_checkpoint
 from factpatch.training.objective import Objective
 
 DRIVER = """
@@ -103,7 +104,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
     config = replace(QUICK, edits=5, steps=5, validations=2, optimizer="adam")
     runs = {
         "checker": (fact_checker(tmp_path / "checker"), config),
-        "answerer": (answerer(tmp_path / "answerer"), config),
+        "answerer": (answerer(tmp_path / "answerer"), replace(config, others="unsure")),
         "single": (tmp_path / "checker", replace(config, edits=1)),
     }
     arguments = {}
@@ -152,7 +153,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     assert result["steps"] == 12
 
 
-def test_settings_of_a_resumed_run(checker: Path, claims: Path, tmp_path: Path) -> None:
+def test_settings_of_a_resumed_run(
+    checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_an_older_version(path: Path) -> Any:
+        tensors, numbers = load_checkpoint(path)
+        del numbers["config"]["others"]
+        return tensors, numbers
+
     config = replace(QUICK, checkpoint_seconds=0.0)
     with pytest.raises(Stopped):
         start(config, checker, tmp_path / "run").run(claims, watch=stop_at(4))
@@ -163,6 +171,7 @@ def test_settings_of_a_resumed_run(checker: Path, claims: Path, tmp_path: Path) 
         start(config, checker, tmp_path / "run", resume=True).run(other)
     with pytest.raises(InputError, match="valid was None"):
         start(config, checker, tmp_path / "run", resume=True).run(claims, other)
+    monkeypatch.setattr("factpatch.training.train.load_checkpoint", of_an_older_version)
     (tmp_path / "run" / ".mine").mkdir()
     assert start(config, checker, tmp_path / "run", resume=True).run(claims)["steps"] == 12
     assert (tmp_path / "run" / ".mine").is_dir(), "what is not the run's stays"

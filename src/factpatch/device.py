@@ -87,7 +87,7 @@ def kernels_take(x: Tensor) -> bool:
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether the kernels of kernels.py run on a GPU."""
+    """Whether our kernels run on a GPU."""
     if find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:

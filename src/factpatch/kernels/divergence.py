@@ -19,7 +19,8 @@ NEVER = tl.constexpr(-1e30)  # the logit of what cannot be said; finite, so that
 
 @triton.jit
 def _read(logits, place, width):
-    return tl.maximum(tl.load(logits + place, mask=place < width, other=NEVER).to(tl.float32), NEVER)
+    found = tl.load(logits + place, mask=place < width, other=NEVER).to(tl.float32)
+    return tl.maximum(found, NEVER, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -18,8 +18,9 @@ Shapes = tuple[torch.Size, ...]
 class Graphed:
     """A function from a batch to tensors; on a GPU, each set of shapes is recorded when it comes for the second time.
 
-    The function must do the same for the same shapes. One that waits for the device, as some models do, cannot be
-    recorded and is called as it is. What a call returns is overwritten by the next.
+    The function must do the same for the same shapes, and return tensors of the same shapes for all. One that waits
+    for the device, as some models do, cannot be recorded and is called as it is. What a call returns is overwritten by
+    the next.
     """
 
     def __init__(self, function: Callable[[Any], Tensors], enabled: bool = True):
@@ -28,6 +29,7 @@ class Graphed:
         self.seen: set[Shapes] = set()
         self.graphs: dict[Shapes, _Graph] = {}
         self.stream: torch.cuda.Stream | None = None  # one for all graphs, so that they can share memory
+        self.outputs: Tensors | None = None  # of all graphs
         self.unrecordable = ""  # why, where it is
 
     def __call__(self, batch: Any) -> Tensors:
@@ -46,6 +48,7 @@ class Graphed:
         had = bool(self.graphs)
         self.most = 0
         self.graphs.clear()
+        self.outputs = None
         torch.cuda.empty_cache()
         return had
 
@@ -55,7 +58,8 @@ class Graphed:
         pool = next((graph.graph.pool() for graph in self.graphs.values()), None)
         torch.cuda.empty_cache()
         try:
-            self.graphs[shapes] = _Graph(self.function, batch, self.stream, pool)
+            graph = _Graph(self.function, batch, self.stream, pool, self.outputs)
+            self.graphs[shapes], self.outputs = graph, graph.outputs
             return
         except torch.cuda.OutOfMemoryError:
             self.most = len(self.graphs)
@@ -68,16 +72,25 @@ class Graphed:
 
 
 class _Graph:
-    def __init__(self, function: Callable[[Any], Tensors], batch: Any, stream: torch.cuda.Stream, pool: Any):
+    def __init__(
+        self,
+        function: Callable[[Any], Tensors],
+        batch: Any,
+        stream: torch.cuda.Stream,
+        pool: Any,
+        outputs: Tensors | None,
+    ):
         batch = _copied(batch)
         self.inputs = tensors_of(batch)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            function(batch)  # sets up what this stream's libraries need, which must not happen while recording
+            found = function(batch)  # sets up what this stream's libraries need, which must not happen while recording
+            self.outputs = outputs or tuple(map(torch.empty_like, found))
+            del found
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, stream=stream):
-            self.outputs = function(batch)
+            torch._foreach_copy_(self.outputs, function(batch))  # pyright: ignore (torch exports it to nobody)
 
     def run(self, tensors: list[Tensor]) -> Tensors:
         torch._foreach_copy_(self.inputs, tensors)  # pyright: ignore (torch exports it to nobody)

@@ -21,6 +21,7 @@ from factpatch.models.seq2seq import NO_TARGET
 from factpatch.training.config import TrainConfig
 from factpatch.training.table import Numbers, RevisionTable, StepBatch, Targets
 
+PLACES_AT_ONCE = 2048  # whose scores over a vocabulary are there at once, where none are kept
 ROWS_AT_ONCE = {"cpu": 64, "cuda": 1024}  # of the unedited model; always the same rows together, so that runs repeat
 MEMORY_SHARE = 0.2  # of a GPU's free memory, that the unedited model's outputs may take
 LEAST_DOUBT = 1e-3  # of any prediction, so that the surest ones are drawn, too
@@ -125,7 +126,7 @@ def doubts(
     """
     found = np.empty(len(table.pool))
     for places, rows, targets in _pool_batches(model, table, on_share):
-        losses = F.cross_entropy(model.scores(model.features(rows)), targets.labels, reduction="none")
+        losses = _token_losses(model, model.features(rows), targets.labels)
         least_sure = losses.new_zeros(len(rows)).scatter_reduce(0, _row_of_each_place(rows), losses, "amax")
         predictions = least_sure.view(len(places), -1)[:, 0]  # each before its alternatives, where they are rows, too
         found[places] = -(-predictions.double()).expm1().cpu().numpy()
@@ -150,12 +151,18 @@ def _outputs(model: TaskModel, rows: Rows, labels: Tensor, kl_over: str) -> Tens
     if kl_over == "top1":
         return features
     assert rows.labels is not None
-    losses = F.cross_entropy(model.scores(features), labels, reduction="none")
+    losses = _token_losses(model, features, labels)
     row = _row_of_each_place(rows)
     zeros = losses.new_zeros(len(rows))
     log_p = zeros.index_add(0, row, -losses)
     tokens = zeros.index_add(0, row, labels.ne(NO_TARGET).float())
     return torch.stack([tokens * log_p.exp(), log_p.exp() * log_p], 1)[row]
+
+
+def _token_losses(model: TaskModel, features: Tensor, labels: Tensor) -> Tensor:
+    """Of each place; the scores of a vocabulary are made for some of them at a time."""
+    parts = zip(features.split(PLACES_AT_ONCE), labels.split(PLACES_AT_ONCE), strict=True)
+    return torch.cat([F.cross_entropy(model.scores(part), wanted, reduction="none") for part, wanted in parts])
 
 
 def _row_of_each_place(rows: Rows) -> Tensor:

@@ -34,7 +34,7 @@ from factpatch.training.checkpoint import (
     save_checkpoint,
     stop_signals,
 )
-from factpatch.training.config import TrainConfig, config_to_json
+from factpatch.training.config import TrainConfig, config_from_json, config_to_json
 from factpatch.training.examples import hold_out
 from factpatch.training.objective import Objective, doubts, unedited_outputs
 from factpatch.training.run import Clock, RunFolder, agree, as_good, copy_of, schedule
@@ -107,7 +107,8 @@ class Train:
             if size < 2:
                 raise InputError(f"too few revisions to hold some out: found {there}, need 20; or give --valid")
             self.held_out, revisions = hold_out(revisions, size, self.config.seed)
-        self.held_out = from_first(predicted_now(self.judge, self.held_out))
+        with tensor_core_products():  # as they will be measured
+            self.held_out = from_first(predicted_now(self.judge, self.held_out))
         self.held_out_edits = editable(self.judge, self.held_out)
         for name, source, edits in (
             ("held out", valid or train, self.held_out_edits),
@@ -322,7 +323,9 @@ class Train:
             self.folder.sweep()
         tensors, numbers = load_checkpoint(self.folder.checkpoint)
         wanted = self._identity()
-        found = {**numbers["config"], **{key: numbers.get(key) for key in wanted if key != "config"}}
+        # A checkpoint of an older version does not know the settings that came since; it ran as their defaults say.
+        config = config_to_json(config_from_json(numbers["config"]))
+        found = {**config, **{key: numbers.get(key) for key in wanted if key != "config"}}
         self.folder.check_settings(found, {**wanted.pop("config"), **wanted}, FREE_TO_CHANGE)
         self.editor.load_state_dict(tensors["editor"])
         self.best = {name: tensor.to(self.model.device) for name, tensor in tensors["best"].items()}
