@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,23 @@ def wait_for(process: subprocess.Popen[str], folder: Path) -> None:
     """Until the first checkpoint is there."""
     while process.poll() is None and not any(folder.glob("step-*")):
         time.sleep(0.01)
+
+
+def stopped_by_sigterm(command: list[Any], checkpoints: Path, after: float = 0.0, timeout: float = 30) -> str:
+    """What a command of ours says, in its errors, that is asked to stop once its first checkpoint is there."""
+    arguments = ["-m", "factpatch", *map(str, command)]
+    with run_aside(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            wait_for(process, checkpoints)
+            time.sleep(after)
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert not out
+    assert "Traceback" not in err
+    return err
 
 
 # Registered first, so run last: what a process still shares then can abort it, though not every time.

@@ -136,7 +136,8 @@ def test_doubts_are_what_predictions_lack_to_certainty(model: TaskModel, known: 
     for number in table.pool:
         logits, labels = logits_under(model, {}, known[number].input, known[number].prediction)
         expected.append(1 - logits.softmax(-1).gather(1, labels[:, None]).min().item())
-    assert doubts(model, table) == pytest.approx(expected, rel=1e-3)
+    for unedited in (None, unedited_outputs(model, table)):
+        assert doubts(model, table, unedited) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", tiny.SEQ2SEQS)

@@ -1,12 +1,10 @@
 """How fast editing, training and evaluation are."""
 
-from factpatch.bench.run import EditTimes, TrainTimes, bench_edit, bench_evaluate, bench_train
+from factpatch.bench.run import bench_edit, bench_evaluate, bench_train
 from factpatch.bench.shapes import SHAPES, kept_features, random_step, shaped_model
 
 __all__ = [
     "SHAPES",
-    "EditTimes",
-    "TrainTimes",
     "bench_edit",
     "bench_evaluate",
     "bench_train",

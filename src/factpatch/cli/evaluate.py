@@ -77,7 +77,7 @@ def evaluate(
         from factpatch.evaluation import evaluate as run
         from factpatch.evaluation import sampled
         from factpatch.facts import read_revisions
-        from factpatch.models import Classifier, load_model
+        from factpatch.models import load_model
 
         prepare(seed)
         bad: list[str] = []
@@ -85,7 +85,7 @@ def evaluate(
         join_processes(find_device(device))  # each of which then has a GPU of its own
         task_model = load_model(model, device)
         # Answers are searched for among near ties, and fine-tuning stops at one; bf16's rounding decides some anew.
-        near_ties = method != "hyper" or not isinstance(task_model, Classifier)
+        near_ties = method != "hyper" or task_model.near_ties
         task_model.cast(find_dtype(precision or ("fp32" if near_ties else None), device))
         sample, others = sampled(task_model, revisions, edits, retain, seed)
         edited = {revision.id for revision in sample}

@@ -22,7 +22,7 @@ from factpatch.metrics import Others, Outcome, outcome
 from factpatch.models import Rows, TaskModel
 from factpatch.models.seq2seq import NO_TARGET
 
-PLACES_AT_ONCE = 8192  # whose scores over a whole vocabulary are compared together
+PLACES_AT_ONCE = 8192  # whose scores over a whole vocabulary are there together
 
 
 def teachable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:

@@ -48,6 +48,7 @@ class TaskModel(ABC):
 
     kind: ClassVar[str]
     beams: ClassVar[int] = 1  # that are searched with for one output
+    near_ties: ClassVar[bool] = True  # whether its search meets them, which bf16 decides anew with every batch
     auto_class: ClassVar[Any]  # the transformers class that loads such a model
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):

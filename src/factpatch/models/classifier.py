@@ -19,6 +19,7 @@ class Classifier(TaskModel):
     """The decision rule is the arg max over the labels of the model's config."""
 
     kind = "classifier"
+    near_ties = False
     auto_class = AutoModelForSequenceClassification
 
     def __init__(self, *args: Any) -> None:

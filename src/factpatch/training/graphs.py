@@ -29,7 +29,6 @@ class Graphed:
         self.seen: set[Shapes] = set()
         self.graphs: dict[Shapes, _Graph] = {}
         self.stream: torch.cuda.Stream | None = None  # one for all graphs, so that they can share memory
-        self.outputs: Tensors | None = None  # of all graphs
         self.unrecordable = ""  # why, where it is
 
     def __call__(self, batch: Any) -> Tensors:
@@ -48,18 +47,16 @@ class Graphed:
         had = bool(self.graphs)
         self.most = 0
         self.graphs.clear()
-        self.outputs = None
         torch.cuda.empty_cache()
         return had
 
     def _record(self, shapes: Shapes, batch: Any) -> None:
         before = torch.cuda.current_stream()
         self.stream = self.stream or torch.cuda.Stream()
-        pool = next((graph.graph.pool() for graph in self.graphs.values()), None)
+        first = next(iter(self.graphs.values()), None)
         torch.cuda.empty_cache()
         try:
-            graph = _Graph(self.function, batch, self.stream, pool, self.outputs)
-            self.graphs[shapes], self.outputs = graph, graph.outputs
+            self.graphs[shapes] = _Graph(self.function, batch, self.stream, first)
             return
         except torch.cuda.OutOfMemoryError:
             self.most = len(self.graphs)
@@ -72,24 +69,18 @@ class Graphed:
 
 
 class _Graph:
-    def __init__(
-        self,
-        function: Callable[[Any], Tensors],
-        batch: Any,
-        stream: torch.cuda.Stream,
-        pool: Any,
-        outputs: Tensors | None,
-    ):
+    def __init__(self, function: Callable[[Any], Tensors], batch: Any, stream: torch.cuda.Stream, first: _Graph | None):
+        """With the first one's memory, outputs included: gradients of an editor are large."""
         batch = _copied(batch)
         self.inputs = tensors_of(batch)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             found = function(batch)  # sets up what this stream's libraries need, which must not happen while recording
-            self.outputs = outputs or tuple(map(torch.empty_like, found))
+            self.outputs = first.outputs if first else tuple(map(torch.empty_like, found))
             del found
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, stream=stream):
+        with torch.cuda.graph(self.graph, pool=first.graph.pool() if first else None, stream=stream):
             torch._foreach_copy_(self.outputs, function(batch))  # pyright: ignore (torch exports it to nobody)
 
     def run(self, tensors: list[Tensor]) -> Tensors:

@@ -16,12 +16,12 @@ from factpatch.deltas import Delta, LowRank, add
 from factpatch.device import no_cudnn_attention, tensor_core_products
 from factpatch.editors import HyperNetwork
 from factpatch.engine import edited
+from factpatch.evaluation.measure import PLACES_AT_ONCE
 from factpatch.models import Rows, TaskModel
 from factpatch.models.seq2seq import NO_TARGET
 from factpatch.training.config import TrainConfig
 from factpatch.training.table import Numbers, RevisionTable, StepBatch, Targets
 
-PLACES_AT_ONCE = 2048  # whose scores over a vocabulary are there at once, where none are kept
 ROWS_AT_ONCE = {"cpu": 64, "cuda": 1024}  # of the unedited model; always the same rows together, so that runs repeat
 MEMORY_SHARE = 0.2  # of a GPU's free memory, that the unedited model's outputs may take
 LEAST_DOUBT = 1e-3  # of any prediction, so that the surest ones are drawn, too
@@ -118,15 +118,21 @@ def unedited_outputs(
 @no_cudnn_attention()
 @tensor_core_products()
 def doubts(
-    model: TaskModel, table: RevisionTable, on_share: Callable[[float], object] = lambda share: None
+    model: TaskModel,
+    table: RevisionTable,
+    unedited: Tensor | None,
+    on_share: Callable[[float], object] = lambda share: None,
 ) -> NDArray[np.float64]:
     """1 − p of the unedited model's prediction, at its least sure token, for each of the pool.
 
-    An edit turns first what is least sure. Of whole answers, p would be the smaller the longer they are.
+    An edit turns first what is least sure. Of whole answers, p would be the smaller the longer they are. `unedited`:
+    its outputs, if kept; of the beam's candidates they say nothing of single tokens.
     """
     found = np.empty(len(table.pool))
+    known = unedited if table.config.kl_over == "top1" else None
     for places, rows, targets in _pool_batches(model, table, on_share):
-        losses = _token_losses(model, model.features(rows), targets.labels)
+        features = model.features(rows) if known is None else known.index_select(0, targets.numbers)
+        losses = _token_losses(model, features, targets.labels)
         least_sure = losses.new_zeros(len(rows)).scatter_reduce(0, _row_of_each_place(rows), losses, "amax")
         predictions = least_sure.view(len(places), -1)[:, 0]  # each before its alternatives, where they are rows, too
         found[places] = -(-predictions.double()).expm1().cpu().numpy()

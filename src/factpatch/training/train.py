@@ -26,7 +26,7 @@ from factpatch.evaluation import editable, measure, predicted_now
 from factpatch.facts import Revision, read_revisions
 from factpatch.files import atomic_file
 from factpatch.metrics import summary
-from factpatch.models import Classifier, TaskModel
+from factpatch.models import TaskModel
 from factpatch.training.checkpoint import (
     load_checkpoint,
     optimizer_tensors,
@@ -73,7 +73,8 @@ class Train:
         self.accelerator = Accelerator(cpu=not on_gpu, log_with=config.tracker, project_dir=str(self.folder.path))
         model.model.to(self.accelerator.device)
         dtype = find_dtype(config.precision, model.device.type)
-        self.judge = model if dtype == torch.float32 else _as_evaluated(model)
+        # Validations ask a model as evaluation has it.
+        self.judge = _in_float32(model) if model.near_ties and dtype != torch.float32 else model
         self.model = model.cast(dtype)
         torch.manual_seed(config.seed)
         self.editor = HyperNetwork.for_model(model, config.editor, config.layers)
@@ -120,9 +121,10 @@ class Train:
                 )
         predicted_now(self.model, revisions[:64])  # or they are another model's
         table = RevisionTable(self.model, revisions, self.config)
+        unedited = unedited_outputs(self.model, table, on_prepared)
         if self.config.others == "unsure" and self.config.others_a_step:
-            table.prefer(from_first(doubts(self.model, table, on_prepared)))
-        objective = Objective(self.model, self.config, unedited_outputs(self.model, table, on_prepared))
+            table.prefer(from_first(doubts(self.model, table, unedited, on_prepared)))
+        objective = Objective(self.model, self.config, unedited)
         self.learner = Learner(self.editor, self.config, objective, self.accelerator)
         self.lagrangian, self.optimizer = self.learner.lagrangian, self.learner.optimizer
         if not self._train(table, watch):
@@ -367,13 +369,8 @@ class Train:
         self.folder.remove_checkpoint()
 
 
-def _as_evaluated(model: TaskModel) -> TaskModel:
-    """The model that validations ask: itself, or of a model of answers a copy in float32, as evaluation has it.
-
-    Answers are searched for among near ties, which bf16 decides anew with every batch that they come in.
-    """
-    if isinstance(model, Classifier):
-        return model
+def _in_float32(model: TaskModel) -> TaskModel:
+    """A copy."""
     _ = model.fingerprint  # for the copy, too
     return copy.deepcopy(model).cast(torch.float32)
 
