@@ -82,7 +82,10 @@ def test_divergence(width: int) -> None:
         weights = torch.arange(1.0, 6.0, device=DEVICE)
         (gradient,) = torch.autograd.grad(found, wider, weights)
         (expected,) = torch.autograd.grad(wanted, exact, weights.double())
-        torch.testing.assert_close(gradient.double(), expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
+        # A probability in float32, and a GPU's exp, are off by 1e-7 or so, of which five are taken here.
+        torch.testing.assert_close(
+            gradient.double(), expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()) + 2e-6
+        )
 
 
 def test_kl_over_a_vocabulary_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from accelerate import PartialState
 from conftest import Ran
 from samples import answerer, fact_checker, read_lines, write_revisions
 from training_runs import QUICK, SMALL, editor_weights, start
 
+from factpatch.device import accelerator_on
 from factpatch.editors import load_editor
 from factpatch.errors import FileError, InputError
 from factpatch.evaluation import measure, predicted_now
@@ -193,6 +195,14 @@ def test_some_layers_only(checker: Path, claims: Path, tmp_path: Path) -> None:
     assert all("layer.0." in name for name in editor.shapes)
     with pytest.raises(InputError, match="no editable weight is called nothing"):
         start(replace(QUICK, layers=("nothing",)), checker, tmp_path / "other")
+
+
+def test_a_run_after_one_on_another_kind_of_device(checker: Path, claims: Path, tmp_path: Path) -> None:
+    """Accelerate keeps a process's first device for good, and would refuse another, or take the first."""
+    state = accelerator_on(torch.device("cpu")).state
+    PartialState().device = state.device = torch.device("meta")
+    result = start(replace(QUICK, steps=2), checker, tmp_path / "run").run(claims)
+    assert result["steps"] == 2
 
 
 def test_so_many_minutes(checker: Path, claims: Path, tmp_path: Path) -> None:

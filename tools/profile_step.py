@@ -9,12 +9,11 @@ import argparse
 import time
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from factpatch import bench, constraints, engine
-from factpatch.device import find_device
+from factpatch.device import accelerator_on, find_device
 from factpatch.editors import HyperNetwork, network
 from factpatch.models import TaskModel
 from factpatch.models.gpu import FrozenLayerNorm
@@ -42,7 +41,7 @@ def main() -> None:
     batch = bench.random_step(model, options.edits, options.rows, options.tokens)
     with torch.no_grad():
         objective = Objective(model, config, bench.kept_features(model, batch))
-    learner = Learner(HyperNetwork.for_model(model), config, objective, Accelerator(cpu=model.device.type == "cpu"))
+    learner = Learner(HyperNetwork.for_model(model), config, objective, accelerator_on(model.device))
 
     def run(steps: int) -> float:
         """Milliseconds a step."""

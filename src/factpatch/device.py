@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from factpatch.errors import DeviceError, InputError
 
 if TYPE_CHECKING:
-    from accelerate import PartialState
+    from accelerate import Accelerator, PartialState
 
 T = TypeVar("T")
 
@@ -60,9 +60,23 @@ def onto(device: torch.device, values: NDArray[Any] | Sequence[int]) -> Tensor:
 def join_processes(device: torch.device) -> PartialState:
     """The processes that `accelerate launch` started together, of which this is one; or this one alone."""
     from accelerate import PartialState
+    from accelerate.state import AcceleratorState
 
     atexit.register(_leave_processes)
-    return PartialState(cpu=device.type == "cpu")
+    state = PartialState(cpu=device.type == "cpu")
+    if state.device and state.device.type != device.type and not state.use_distributed:
+        # An earlier run of this process was on another kind of device, which Accelerate would stay with.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        state = PartialState(cpu=device.type == "cpu")
+    return state
+
+
+def accelerator_on(device: torch.device, **options: Any) -> Accelerator:
+    """Accelerate for one run there, in all processes that were started together."""
+    from accelerate import Accelerator
+
+    join_processes(device)
+    return Accelerator(cpu=device.type == "cpu", **options)
 
 
 def from_first(value: T) -> T:

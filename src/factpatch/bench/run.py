@@ -9,12 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 
 from factpatch.bench.shapes import kept_features, random_edits, random_rows, random_step
 from factpatch.bench.ways import forward_and_back, frozen_alone, propose_and_run, published_step, published_way
 from factpatch.deltas import Delta
-from factpatch.device import no_cudnn_attention, tensor_core_products
+from factpatch.device import accelerator_on, no_cudnn_attention, tensor_core_products
 from factpatch.editors.hypernetwork import HyperNetwork
 from factpatch.engine import edited
 from factpatch.models import TaskModel
@@ -112,7 +111,7 @@ def bench_train(
 ) -> TrainTimes:
     """A step of the training loop, the published way's with one edit, and the least that any step must do."""
     config = TrainConfig(edits=edits, rows=rows, max_tokens=tokens)
-    accelerator = Accelerator(cpu=model.device.type == "cpu")
+    accelerator = accelerator_on(model.device)
     editor = HyperNetwork.for_model(model)
     batch, one = random_step(model, edits, rows, tokens), random_step(model, 1, rows, tokens)
     with torch.no_grad():

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
 from factpatch.data.records import Counts, Record, source_hash
-from factpatch.device import find_device, join_processes, no_cudnn_attention, onto
+from factpatch.device import accelerator_on, find_device, no_cudnn_attention, onto
 from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize
 from factpatch.files import files_into
@@ -122,11 +121,8 @@ class Fit:
             raise InputError(
                 f"expected 2 to 100 labels in {train}, found {len(labels)}; for free answers use --task answer"
             )
-        on_gpu = (device := find_device(self.device)).type == "cuda"
-        join_processes(device)
-        # On a GPU the mixed precision of Accelerate; on CPU float32 throughout.
+        self.accelerator = accelerator_on(find_device(self.device))
         self.model = load_model(self.model_name, self.device, torch.float32, config.task, labels, config.dropout)
-        self.accelerator = Accelerator(mixed_precision="bf16" if on_gpu else "no", cpu=not on_gpu)
         self.model.model.to(self.accelerator.device)
         dev_records, dev_counts = read_answered(dev, skip_bad, labels) if dev else ([], Counts())
         valid_counts = Counts()
@@ -215,7 +211,7 @@ class Fit:
         optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.accelerator.device)
         if mine:
-            with self.accelerator.autocast():
+            with self._mixed_precision():
                 loss = summed_loss(self.model, mine, self.config)
             loss = loss / (len(batch) if self.config.task == "classify" else sum(len(e.target) for e in batch))
             loss.backward()
@@ -234,9 +230,14 @@ class Fit:
 
     def _score(self, records: Sequence[Record]) -> float:
         self.model.model.eval()
-        with self.accelerator.autocast():
+        with self._mixed_precision():
             predictions = self.model.predict([record.input for record in records], cut=True)
         return accuracy(predictions, [record.answers for record in records])
+
+    def _mixed_precision(self) -> torch.autocast:
+        """bf16 for products on a GPU; elsewhere float32 throughout."""
+        kind = self.accelerator.device.type
+        return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
 
     # Data
 

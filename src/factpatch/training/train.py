@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from factpatch.data.records import source_hash
-from factpatch.device import find_dtype, from_first, join_processes, tensor_core_products
+from factpatch.device import accelerator_on, find_dtype, from_first, tensor_core_products
 from factpatch.editors import HyperNetwork, Looped
 from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.evaluation import editable, measure, predicted_now
@@ -66,11 +65,9 @@ class Train:
         self.config = config
         self.folder = RunFolder(output, resume)
         self.resume = resume
-        on_gpu = model.device.type == "cuda"
         if config.tracker and config.tracker not in map(str, get_available_trackers()):
             raise InputError(f"the tracker {config.tracker!r} is not there; install it, or leave tracker out")
-        join_processes(model.device)
-        self.accelerator = Accelerator(cpu=not on_gpu, log_with=config.tracker, project_dir=str(self.folder.path))
+        self.accelerator = accelerator_on(model.device, log_with=config.tracker, project_dir=str(self.folder.path))
         model.model.to(self.accelerator.device)
         dtype = find_dtype(config.precision, model.device.type)
         # Validations ask a model as evaluation has it.
