@@ -87,7 +87,10 @@ def assert_untouched(model: TaskModel, before: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.model.parameters())
     assert not model.model.training
-    assert not any(module._forward_hooks for module in model.model.modules())
+    for module in model.model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert "forward" not in vars(module), "an edited layer's own forward is back"
 
 
 class Ran:

@@ -83,9 +83,21 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         _ = 1 / 0
     assert (place / "a").read_text() == "old"
     with atomic_folder(place) as scratch:
+        (scratch / "a").write_text("new")
         (scratch / "b").write_text("new")
-    assert [file.name for file in place.iterdir()] == ["b"]
+    assert {file.name: file.read_text() for file in place.iterdir()} == {"a": "new", "b": "new"}
     assert list(tmp_path.iterdir()) == [place]
+
+
+def test_a_folder_does_not_take_the_place_of_anything_else(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").write_text("kept")
+    with pytest.raises(FileError, match="holds something else \\(mine\\)"), atomic_folder(tmp_path / "run") as scratch:
+        (scratch / "a").write_text("new")
+    with pytest.raises(FileError, match="found a file"), atomic_folder(tmp_path / "run" / "mine"):
+        pass
+    assert {file.name: file.read_text() for file in (tmp_path / "run").iterdir()} == {"mine": "kept"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "run"]
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:

@@ -173,18 +173,20 @@ def test_options(checker: Path, claims: Path, tmp_path: Path, changes: dict[str,
     result = run.run(claims)
     after = editor_weights(tmp_path / "run" / "last")
     assert any(not torch.equal(before[name], tensor) for name, tensor in after.items())
-    assert result["margin"] == (None if config.constraint == "none" else pytest.approx(result["margin"]))
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    first = {"kl": config.margin, "both": config.margin, "lp": config.lp_margin, "none": None}[config.constraint]
+    annealed = sum(line["success"] > config.anneal_above for line in lines)
+    assert result["margin"] == (first and pytest.approx(first * config.margin_factor**annealed))
     assert all((name in lines[0]) == (name in config.constraints) for name in ("kl", "lp"))
 
 
 def test_others_that_the_model_is_unsure_of(checker: Path, claims: Path, tmp_path: Path) -> None:
-    """They are others than those drawn alike, of all that a run looks at."""
+    """They are others than those drawn uniformly, of all that a run looks at."""
     kls = {}
-    for others in ("alike", "unsure"):
+    for others in ("uniform", "unsure"):
         start(replace(QUICK, others=others), checker, tmp_path / others).run(claims)
         kls[others] = [line["kl"] for line in read_lines(tmp_path / others / "metrics.jsonl")]
-    assert kls["alike"] != kls["unsure"]
+    assert kls["uniform"] != kls["unsure"]
 
 
 def test_some_layers_only(checker: Path, claims: Path, tmp_path: Path) -> None:

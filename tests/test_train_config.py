@@ -42,6 +42,15 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert config.label_smoothing == 0.1, "the preset's, where nobody says otherwise"
 
 
+def test_steps_given_later_take_the_place_of_minutes(tmp_path: Path) -> None:
+    toml = tmp_path / "mine.toml"
+    toml.write_text("minutes = 10\n")
+    assert resolve_config("fc", toml, [], {}).minutes == 10
+    assert resolve_config("fc", toml, [], {"steps": 9}).minutes is None
+    assert resolve_config("fc", toml, ["steps=9"], {}).minutes is None
+    assert resolve_config("fc", None, ["steps=9"], {"minutes": 1.0}).minutes == 1
+
+
 def test_all_problems_at_once() -> None:
     settings = ["steps=0", "optimizer=sgd", "learning_rate=1", "rows=many", "editor.depth=3", "nonsense", "editor=1"]
     with pytest.raises(InputError) as caught:

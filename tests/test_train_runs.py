@@ -170,9 +170,9 @@ def test_settings_of_a_resumed_run(
     with pytest.raises(InputError, match="valid was None"):
         start(config, checker, tmp_path / "run", resume=True).run(claims, other)
     monkeypatch.setattr("factpatch.training.train.load_checkpoint", of_an_older_version)
-    (tmp_path / "run" / ".mine").mkdir()
+    (tmp_path / "run" / ".editorconfig").mkdir()
     assert start(config, checker, tmp_path / "run", resume=True).run(claims)["steps"] == 12
-    assert (tmp_path / "run" / ".mine").is_dir(), "what is not the run's stays"
+    assert (tmp_path / "run" / ".editorconfig").is_dir(), "what is not the run's stays"
 
 
 def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: Path, one_thread: None) -> None:

@@ -32,7 +32,7 @@ def find_device(name: str | None = None) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise DeviceError(f"expected a device such as cpu or cuda:0, found {name!r}") from None
-    if device.type not in ("cpu", "cuda", "mps") or (device.type == "mps" and not torch.backends.mps.is_available()):
+    if device.type not in ("cpu", "cuda"):
         raise DeviceError(f"expected a device such as cpu or cuda:0, found {name!r}, which this machine cannot use")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"{name} was asked for, but this machine has no usable CUDA GPU; use --device cpu")
@@ -49,6 +49,17 @@ def find_dtype(precision: str | None, device: str | None = None) -> torch.dtype:
     if precision not in PRECISIONS:
         raise InputError(f"expected a precision out of {', '.join(PRECISIONS)}, found {precision!r}")
     return PRECISIONS[precision]
+
+
+def surroundings(device: torch.device) -> dict[str, Any]:
+    """What a result was found with, to be kept beside it."""
+    import transformers
+
+    from factpatch import __version__
+
+    versions = {"factpatch": __version__, "torch": str(torch.__version__), "transformers": transformers.__version__}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"versions": versions, "device": name}
 
 
 def onto(device: torch.device, values: NDArray[Any] | Sequence[int]) -> Tensor:

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,8 +39,13 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """The same for a folder: filled beside its place, then moved there; an older folder of that name is replaced."""
+    """The same for a folder: filled beside its place, then moved there. An older one with the same files is replaced.
+
+    One that holds anything else is refused, as that would be lost.
+    """
     path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise FileError(f"expected a folder to write, found a file at {path}; name a folder")
     with _as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
@@ -48,6 +54,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             for file in scratch.rglob("*"):
                 if file.is_file():
                     _flush_to_disk(file)
+            _refuse_strangers(path, {file.name for file in scratch.iterdir()})
             scratch.chmod(0o777 & ~_umask())
             _swap(scratch, path)
         finally:
@@ -63,8 +70,10 @@ def files_into(folder: str | Path) -> Iterator[Path]:
         scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".new."))
         try:
             yield scratch
-            for file in sorted(scratch.iterdir()):
+            files = sorted(scratch.iterdir())
+            for file in files:
                 _flush_to_disk(file)
+            for file in files:
                 os.replace(file, folder / file.name)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -74,7 +83,7 @@ class ResumableLines:
     """A file of lines that grows beside its place, chunk by chunk, and moves there when it is whole.
 
     What a killed run had finished is taken up again if the settings are the same, to whole chunks, so that a resumed
-    run makes the same chunks, and so the same lines, as one that was never stopped.
+    run makes the same chunks, and so the same lines, as one that was never stopped. `seconds` counts all of its starts.
     """
 
     def __init__(self, path: str | Path, settings: dict[str, Any], chunk: int):
@@ -82,12 +91,18 @@ class ResumableLines:
         self.chunk = chunk
         self.part = self.path.with_name(f".{self.path.name}.part")
         self._settings = self.path.with_name(f".{self.path.name}.part.json")
+        self._time = self.path.with_name(f".{self.path.name}.part.seconds")
         self._wanted = json.dumps({**settings, "chunk": chunk}, sort_keys=True)
         _refuse_folder(self.path)
         refuse_gz(self.path)
         with _as_file_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.done = self._take_up()
+            spent = self._time.read_text() if self.done and self._time.exists() else ""
+        self._begin = time.perf_counter() - float(spent or 0)
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._begin
 
     def _take_up(self) -> int:
         """How many lines are done already; everything after the last whole chunk is cut off."""
@@ -119,11 +134,13 @@ class ResumableLines:
             file.write("".join(f"{line}\n" for line in lines))
             file.flush()
             os.fsync(file.fileno())
+            self._time.write_text(f"{self.seconds():.3f}")
 
     def finish(self) -> None:
         with _as_file_errors(self.path):
             os.replace(self.part, self.path)
             self._settings.unlink(missing_ok=True)
+            self._time.unlink(missing_ok=True)
 
 
 def check_writable(path: str | Path) -> None:
@@ -142,6 +159,12 @@ def refuse_gz(path: str | Path) -> None:
 def _refuse_folder(path: Path) -> None:
     if path.is_dir():
         raise FileError(f"expected a file to write, found a folder at {path}; name a file")
+
+
+def _refuse_strangers(folder: Path, ours: set[str]) -> None:
+    there = {file.name for file in folder.iterdir()} if folder.is_dir() else set[str]()
+    if strangers := sorted(there - ours):
+        raise FileError(f"{folder} holds something else ({strangers[0]}); name a new folder")
 
 
 def content_hash(path: str | Path) -> str:

@@ -10,9 +10,7 @@ from factpatch.cli import bench, demo, edit, evaluate, fit, paraphrase, patch, r
 from factpatch.cli.common import is_main_process
 from factpatch.errors import FactpatchError
 
-NO_MEMORY = (
-    "out of GPU memory; stop what else runs on the GPU, or use --device cpu, --precision bf16, or a smaller model"
-)
+NO_MEMORY = "out of GPU memory; stop what else runs on the GPU, or use --device cpu, or a smaller model"
 
 app = typer.Typer(
     name="factpatch",

@@ -39,8 +39,8 @@ def edit(
     model = _build(shape, device, precision, seed)
     from factpatch import bench
 
-    with progress_bar(f"{shape} on {model.device}", total=4 * (repeats + 1)) as bar:
-        times = bench.bench_edit(model, edits, rows, tokens, repeats, tick=lambda: bar.advance(bar.task_ids[0]))
+    with progress_bar(f"{shape} on {model.device}", total=4 * (repeats + 1)) as advance:
+        times = bench.bench_edit(model, edits, rows, tokens, repeats, tick=advance)
     summary = times.summary(edits)
     if as_json:
         print_json({**_about(shape, rows, tokens, model), **summary})
@@ -80,8 +80,8 @@ def train(
 
     with progress_bar(
         f"{shape} on {model.device}", total=(4 if model.device.type == "cuda" else 3) * (repeats + 1)
-    ) as bar:
-        times = bench.bench_train(model, edits, rows, tokens, repeats, tick=lambda: bar.advance(bar.task_ids[0]))
+    ) as advance:
+        times = bench.bench_train(model, edits, rows, tokens, repeats, tick=advance)
     summary = {**_about(shape, rows, tokens, model), **times.summary(edits)}
     if as_json:
         print_json(summary)
@@ -120,8 +120,8 @@ def evaluate(
     model = _build(shape, device, precision, seed)
     from factpatch import bench
 
-    with progress_bar(f"{shape} on {model.device}", total=2 * (repeats + 1)) as bar:
-        found = bench.bench_evaluate(model, edits, rows, tokens, repeats, tick=lambda: bar.advance(bar.task_ids[0]))
+    with progress_bar(f"{shape} on {model.device}", total=2 * (repeats + 1)) as advance:
+        found = bench.bench_evaluate(model, edits, rows, tokens, repeats, tick=advance)
     summary = {**_about(shape, rows, tokens, model), **found}
     if as_json:
         print_json(summary)

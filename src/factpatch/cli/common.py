@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
@@ -58,10 +58,10 @@ def is_main_process() -> bool:
 
 
 def show_counts(result: dict[str, Any], place: object) -> None:
-    """Counts and shares as a table."""
+    """Counts, shares and, where they are too small for percents, numbers, as a table."""
     table = Table(title=escape(str(place)), show_header=False)
     for key, value in result.items():
-        if isinstance(value, float) and key.startswith("kl"):
+        if isinstance(value, float) and key.startswith(("kl", "margin")):
             table.add_row(key.replace("_", " "), f"{value:.2e}")
         elif isinstance(value, int | float):
             share = isinstance(value, float) and "second" not in key
@@ -95,11 +95,17 @@ def status_bar(message: str) -> Iterator[Callable[[float, str], None]]:
 
 
 @contextmanager
-def progress_bar(message: str, total: int | None) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        progress.add_task(message, total=total)
-        yield progress
+def progress_bar(message: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar that is told how many more are done; in a log, a line now and then."""
+    done = 0
+    with status_bar(message) as update:
+
+        def advance(more: int = 1) -> None:
+            nonlocal done
+            done += more
+            update(done / total if total else 0.0, f"{done:,} of {total:,}" if total else f"{done:,}")
+
+        yield advance
 
 
 def prepare(seed: int) -> None:

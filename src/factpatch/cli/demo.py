@@ -43,8 +43,8 @@ def demo(
             revisions = [revision]
         else:
             revisions = world_demo.outdated(model)
-    with progress_bar("patching", len(revisions)) as bar:
-        result = world_demo.demonstrate(model, editor, revisions, seed, lambda n: bar.advance(bar.task_ids[0], n))
+    with progress_bar("patching", len(revisions)) as advance:
+        result = world_demo.demonstrate(model, editor, revisions, seed, advance)
     result |= {"known_question": known, "load_seconds": loaded - imported, "seconds": time.perf_counter() - start}
     print_json(result) if as_json else _show(result, bool(fact))
 

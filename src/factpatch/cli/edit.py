@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, prepare, print_json, stdout, working
+from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, prepare, print_json, progress_bar, stdout, working
 from factpatch.errors import FileError
 from factpatch.facts import FactEdit, read_edits, same
+from factpatch.files import check_writable
+
+if TYPE_CHECKING:
+    from factpatch.patch import Patch
 
 
 def edit(
@@ -41,6 +45,8 @@ def edit(
     edits, bad = read_edits(facts, skip_bad) if facts else ([FactEdit(x=str(input), a=str(target))], 0)
     if save and facts and save.exists() and not save.is_dir():
         raise FileError(f"expected a folder for the patches of --facts, found a file at {save}; name a folder")
+    if save:
+        check_writable(save / "patch" if facts else save)
 
     start = time.perf_counter()
     with working("loading"):
@@ -50,23 +56,18 @@ def edit(
         prepare(seed)
         task_model = load_model(model, device)
         method = load_editor(editor, task_model.device)
-    with working(f"editing {len(edits)} fact{'s' * (len(edits) > 1)}"):
-        patches = method.propose(task_model, edits, loop=loop)
-        after = task_model.predict_patched(patches, [e.x for e in edits])
     results: list[dict[str, Any]] = []
-    for i, (patch, said) in enumerate(zip(patches, after, strict=True)):
-        path = None if save is None else save / f"{i + 1:05}.safetensors" if facts else save
-        if path is not None:
-            patch.save(path)
-        asked = patch.edits[0]
-        outcome = {
-            "input": asked.x,
-            "before": asked.y,
-            "after": said,
-            "target": asked.a,
-            "success": same(said, asked.a),
-        }
-        results.append({**outcome, "rank": patch.rank, "norm": patch.norm(), "patch": path and str(path)})
+    size = method.at_once(task_model)  # as many patches as are in memory together
+    with progress_bar("editing", len(edits)) as advance:
+        for first in range(0, len(edits), size):
+            patches = method.propose(task_model, edits[first : first + size], loop=loop)
+            after = task_model.predict_patched(patches, [patch.edits[0].x for patch in patches])
+            for patch, said in zip(patches, after, strict=True):
+                path = save / f"{len(results) + 1:05}.safetensors" if save and facts else save
+                if path is not None:
+                    patch.save(path)
+                results.append({**_outcome(patch, said), "patch": path and str(path)})
+            advance(len(patches))
 
     seconds = time.perf_counter() - start
     if not as_json:
@@ -76,6 +77,12 @@ def edit(
         print_json({"success": success, "edits": results, "bad": bad, "seconds": seconds})
     else:
         print_json({**results[0], "seconds": seconds})
+
+
+def _outcome(patch: Patch, said: str) -> dict[str, Any]:
+    asked = patch.edits[0]
+    about = {"input": asked.x, "before": asked.y, "after": said, "target": asked.a, "success": same(said, asked.a)}
+    return {**about, "rank": patch.rank, "norm": patch.norm()}
 
 
 def _show(results: list[dict[str, Any]], looped: bool) -> None:

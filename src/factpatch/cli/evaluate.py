@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -72,48 +71,30 @@ def evaluate(
     _check_options(method, editor, layers, bound, select, valid, loop)
     check_writable(output)
     with working("loading"):
-        from factpatch.device import find_device, find_dtype, join_processes, tensor_core_products
-        from factpatch.editors import HyperNetwork
+        from factpatch.device import find_device, join_processes
         from factpatch.evaluation import evaluate as run
-        from factpatch.evaluation import sampled
+        from factpatch.evaluation import precise, sampled
         from factpatch.facts import read_revisions
         from factpatch.models import load_model
 
         prepare(seed)
         bad: list[str] = []
         revisions = list(read_revisions(data, bad.append if skip_bad else None))
+        to_choose_on = list(read_revisions(valid, bad.append if skip_bad else None)) if valid else None
         join_processes(find_device(device))  # each of which then has a GPU of its own
         task_model = load_model(model, device)
-        # Answers are searched for among near ties, and fine-tuning stops at one; bf16's rounding decides some anew.
-        near_ties = method != "hyper" or task_model.near_ties
-        task_model.cast(find_dtype(precision or ("fp32" if near_ties else None), device))
+    with precise(task_model, precision, baseline=method != "hyper"):
         sample, others = sampled(task_model, revisions, edits, retain, seed)
-        edited = {revision.id for revision in sample}
-        left = [revision for revision in revisions if revision.id not in edited]
-        to_choose_on = list(read_revisions(valid, bad.append if skip_bad else None)) if valid else left
-    tried: list[dict[str, Any]] = []
-    # Where no precision is asked for, a GPU runs an editor in TF32: float32 with products of ten bits' fractions.
-    products = tensor_core_products if precision is None and method == "hyper" else nullcontext
-    with products():
+        tried: list[dict[str, Any]] = []
         if select:
-            chosen, tried = _selected(task_model, method, layers, to_choose_on, seed)
+            edited = {revision.id for revision in sample}
+            left = [revision for revision in revisions if revision.id not in edited]
+            chosen, tried = _selected(task_model, method, layers, left if to_choose_on is None else to_choose_on, seed)
         else:
             chosen = _method(task_model, method, editor, layers, bound, loop)
-    inner = getattr(chosen, "editor", chosen)
-    settings: dict[str, Any] = {
-        "method": method,
-        "layers": getattr(chosen, "layers", "all"),
-        "bound": getattr(chosen, "bound", None),
-        "loop": loop,
-        "model": model,
-        "editor": editor,
-        "editor_hash": inner.content_hash() if isinstance(inner, HyperNetwork) else None,
-        "data": data,
-        "seed": seed,
-        "tried": tried,
-    }
-    with progress_bar("editing", len(sample)) as bar, products():
-        result = run(chosen, task_model, sample, others, output, settings, lambda n: bar.advance(bar.task_ids[0], n))
+        settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed, "tried": tried}
+        with progress_bar("editing", len(sample)) as advance:
+            result = run(chosen, task_model, sample, others, output, settings, advance)
     if not is_main_process():
         return
     result |= {"bad": len(bad)}
@@ -165,5 +146,5 @@ def _selected(
     if len(revisions) < 2:
         raise InputError("nothing is left to choose on: all revisions are edited; lower --edits, or give --valid")
     edits, others = sampled(model, revisions, None, None, seed)
-    with progress_bar("choosing", tries(model, layers, method == "zhu")) as bar:
-        return select(model, layers, method == "zhu", edits, others, lambda n: bar.advance(bar.task_ids[0], n))
+    with progress_bar("choosing", tries(model, layers, method == "zhu")) as advance:
+        return select(model, layers, method == "zhu", edits, others, advance)

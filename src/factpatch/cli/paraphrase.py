@@ -52,7 +52,7 @@ def paraphrase(
         total = count_records(data)
         dtype = find_dtype(precision, device)
         round_trip = RoundTrip(load_model(forward, device, dtype), load_model(backward, device, dtype))
-    with progress_bar("translating", total) as bar:
-        result = write_paraphrases(round_trip, data, output, skip_bad, lambda n: bar.advance(bar.task_ids[0], n))
+    with progress_bar("translating", total) as advance:
+        result = write_paraphrases(round_trip, data, output, skip_bad, advance)
     result["seconds"] = time.perf_counter() - start
     print_json(result) if as_json else show_counts(result, output)

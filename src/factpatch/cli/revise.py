@@ -50,7 +50,7 @@ def revise(
         prepare(seed)
         total = count_records(data)
         task_model = load_model(model, device, find_dtype(precision, device))
-    with progress_bar("revising", total) as bar:
-        result = write_revisions(task_model, data, output, skip_bad, lambda n: bar.advance(bar.task_ids[0], n))
+    with progress_bar("revising", total) as advance:
+        result = write_revisions(task_model, data, output, skip_bad, advance)
     result["seconds"] = time.perf_counter() - start
     print_json(result) if as_json else show_counts(result, output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from factpatch.deltas import Delta
 from factpatch.facts import FactEdit
@@ -28,3 +28,7 @@ class EditMethod(Protocol):
     def changes(self, model: TaskModel, edits: Sequence[FactEdit]) -> dict[str, Delta]:
         """The same as stacks by weight, to be run side by side; some methods have these before they have patches."""
         return stack_patches(self.propose(model, edits), model.layers)
+
+    def describe(self, model: TaskModel) -> dict[str, Any]:
+        """What tells it from others of its name: which layers it changes, and settings of its own."""
+        ...

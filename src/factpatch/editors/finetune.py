@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,9 @@ class FineTune(EditMethod):
 
     def at_once(self, model: TaskModel) -> int:
         return at_once(model, chosen_layers(model, self.layers), tensors=4)  # change, gradient, its square, a copy
+
+    def describe(self, model: TaskModel) -> dict[str, Any]:
+        return {"layers": self.layers, "bound": self.bound}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -110,6 +114,9 @@ class GradientStep(EditMethod):
     def at_once(self, model: TaskModel) -> int:
         return MOST_AT_ONCE
 
+    def describe(self, model: TaskModel) -> dict[str, Any]:
+        return {"layers": self.layers}
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
@@ -120,7 +127,7 @@ class GradientStep(EditMethod):
             batch = edits[start : start + MOST_AT_ONCE]
             traces = capture(layers, lambda b=batch: model.losses(model.rows([e.x for e in b], [e.a for e in b])))
             for i, edit in enumerate(batch):
-                deltas: dict[str, Delta] = {n: LowRank(t.X[i], -self.lr * t.D[i]) for n, t in traces.items()}
+                deltas: dict[str, Delta] = {n: LowRank(t.X[i].clone(), -self.lr * t.D[i]) for n, t in traces.items()}
                 patches.append(Patch(deltas, model.fingerprint, self.name, (edit,)))
         return patches
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -89,10 +90,6 @@ class HyperNetwork(nn.Module):
         embeddings = model.word_embeddings.detach().float().clone()
         return cls(shapes, embeddings, model.fingerprint, config or EditorConfig()).to(model.device)
 
-    def content_hash(self) -> str:
-        """Of all parameters, to know an editor again."""
-        return hash_tensors(self.state_dict())
-
     def size(self) -> int:
         """Parameters without the embedding."""
         return sum(p.numel() for p in self.parameters()) - self.fact_encoder.embedding.weight.numel()
@@ -129,6 +126,13 @@ class HyperNetwork(nn.Module):
 
     def at_once(self, model: TaskModel) -> int:
         return EDITS_PER_BATCH if model.device.type == "cpu" else 4 * EDITS_PER_BATCH
+
+    def describe(self, model: TaskModel) -> dict[str, Any]:
+        some = f"{len(self.shapes)} of {len(model.layers)} weights"
+        return {
+            "layers": "all" if len(self.shapes) == len(model.layers) else some,
+            "editor_hash": hash_tensors(self.state_dict()),
+        }
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -267,10 +271,10 @@ def _check_finite(deltas: Mapping[str, Delta]) -> None:
 
 
 def _used(factor: Tensor, rows: Tensor) -> Tensor:
-    """The rows that are used; mostly all, or all but the padding between the tokens' and the last."""
+    """A copy of the rows that are used; mostly all, or all but the padding between the tokens' and the last."""
     tokens = int(rows[:-1].sum())
     if rows.all():
-        return factor
+        return factor.clone()
     if rows[-1] and rows[:tokens].all():
         return torch.cat([factor[:tokens], factor[-1:]])
     return factor[rows.nonzero().squeeze(1).to(factor.device)]
@@ -289,6 +293,9 @@ class Looped(EditMethod):
 
     def at_once(self, model: TaskModel) -> int:
         return self.editor.at_once(model)
+
+    def describe(self, model: TaskModel) -> dict[str, Any]:
+        return {**self.editor.describe(model), "loop": self.updates}
 
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         return self.editor.propose(model, edits, loop=self.updates)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from factpatch.device import from_first, join_processes
+from factpatch.device import find_dtype, from_first, join_processes, surroundings, tensor_core_products
 from factpatch.editors import BOUNDS, EditMethod, FineTune
-from factpatch.errors import InputError
+from factpatch.errors import FileError, InputError
 from factpatch.evaluation.details import write_details
 from factpatch.evaluation.measure import Examined, Examiner, edit_of, editable, measure, predicted_now
 from factpatch.facts import Revision, read_jsonl
@@ -27,6 +27,19 @@ from factpatch.models.layers import block_names
 from factpatch.patch import stack_patches
 
 SELECT_EDITS, SELECT_INPUTS = 50, 200  # that a baseline's block and bound are chosen on
+
+
+@contextmanager
+def precise(model: TaskModel, precision: str | None, baseline: bool) -> Iterator[None]:
+    """The model in the precision asked for, or in the one that its edits are measured in.
+
+    Answers are searched for among near ties, and fine-tuning, the baseline, stops at one: bf16's rounding would decide
+    some of them anew, so they are float32; an editor's on a GPU with TF32 products, whose fractions have ten bits.
+    """
+    near_ties = baseline or model.near_ties
+    model.cast(find_dtype(precision or ("fp32" if near_ties else None), model.device.type))
+    with tensor_core_products() if precision is None and not baseline else nullcontext():
+        yield
 
 
 def sampled(
@@ -51,14 +64,17 @@ def evaluate(
     settings: dict[str, Any],
     on_done: Callable[[int], object] = lambda edits: None,
 ) -> dict[str, Any]:
-    """Writes edits.jsonl, details.safetensors, examples.json and summary.json; returns the result.
+    """Writes edits.jsonl, details.safetensors, examples.json and, at last, summary.json; returns the result.
 
-    Edits and other inputs are taken with what the model says to them now, not when their file was made. Several
-    processes share the batches of edits; the first writes.
+    What `settings` say is told in summary.json. A folder in which the same was finished before is left as it is. Edits
+    and other inputs are taken with what the model says to them now, not when their file was made. Several processes
+    share the batches of edits; the first writes.
     """
-    start = time.perf_counter()
     state = join_processes(model.device)
-    identity = _identity(model, edits, others, settings)
+    about = _about(method, model, edits, others, settings)
+    if finished := from_first(_finished(folder, about)):
+        on_done(finished["edits"])
+        return finished if state.is_main_process else {}
     edits, others = from_first((editable(model, predicted_now(model, edits)), predicted_now(model, others)))
     if not edits:
         raise InputError("nothing to edit: the model says every alternative already, or cannot say it")
@@ -66,7 +82,7 @@ def evaluate(
     batches = [edits[start : start + size] for start in range(0, len(edits), size)]
     # The last batch may be short: chunks of one line keep what is whole, and batches start anew from there.
     lines = (
-        ResumableLines(folder / "edits.jsonl", {**identity, "ids": [revision.id for revision in edits]}, 1)
+        ResumableLines(folder / "edits.jsonl", {**_identity(about), "ids": [revision.id for revision in edits]}, 1)
         if state.is_main_process
         else None
     )
@@ -93,24 +109,54 @@ def evaluate(
         on_done(len(rows))
     if lines is None:
         return {}
-    result = _summarise(model, lines.part, folder, len(others), settings, time.perf_counter() - start)
+    result = _result(lines.part, len(others), lines.seconds())
     lines.finish()
+    with atomic_file(folder / "summary.json") as scratch:
+        scratch.write_text(json.dumps({**about, **surroundings(model.device), "result": result}, indent=2) + "\n")
     return result
 
 
-def _identity(
-    model: TaskModel, edits: Sequence[Revision], others: Sequence[Revision], settings: dict[str, Any]
+def _about(
+    method: EditMethod,
+    model: TaskModel,
+    edits: Sequence[Revision],
+    others: Sequence[Revision],
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """What a resumed run must share with the one it goes on with."""
+    """What is measured, and how."""
     lines = [[revision.to_json() for revision in part] for part in (edits, others)]
-    settings = {key: value for key, value in settings.items() if key != "tried"}
     return {
-        **settings,
+        "task": "classify" if isinstance(model, Classifier) else "answer",
         "fingerprint": model.fingerprint,
-        "dtype": str(model.model.dtype),
-        "products": torch.get_float32_matmul_precision(),
+        "method": method.name,
+        "layers": "all",
+        "bound": None,
+        "loop": 1,
+        "editor_hash": None,
+        **method.describe(model),
+        **settings,
         "revisions": hashlib.sha256(json.dumps(lines).encode()).hexdigest(),
+        "precision": str(model.model.dtype).removeprefix("torch."),
+        "products": torch.get_float32_matmul_precision(),
     }
+
+
+def _identity(about: dict[str, Any]) -> dict[str, Any]:
+    """What a run must share with the one that it goes on with."""
+    return {key: value for key, value in about.items() if key != "tried"}
+
+
+def _finished(folder: Path, about: dict[str, Any]) -> dict[str, Any] | None:
+    """The result, if the same was measured there before; a folder with another one is refused."""
+    if not (path := folder / "summary.json").exists():
+        return None
+    try:
+        found = json.loads(path.read_text())
+        if all(found.get(key) == value for key, value in json.loads(json.dumps(_identity(about))).items()):
+            return found["result"]
+    except (OSError, ValueError, AttributeError, KeyError):
+        pass
+    raise FileError(f"{folder} holds the results of something else; choose another --output")
 
 
 def _line(revision: Revision, examined: Examined) -> str:
@@ -124,26 +170,16 @@ def _line(revision: Revision, examined: Examined) -> str:
     return json.dumps({**about, **asdict(examined.outcome)}, ensure_ascii=False)
 
 
-def _summarise(
-    model: TaskModel, lines: Path, folder: Path, inputs: int, settings: dict[str, Any], seconds: float
-) -> dict[str, Any]:
+def _result(lines: Path, inputs: int, seconds: float) -> dict[str, Any]:
     names = [field.name for field in fields(Outcome)]
     outcomes = list(read_jsonl(lines, lambda line: Outcome(**{name: line[name] for name in names})))
-    result = {
+    return {
         **summary(outcomes),
         "intervals": intervals(outcomes),
         "edits": len(outcomes),
         "retain_inputs": inputs,
         "seconds": seconds,
     }
-    task = "classify" if isinstance(model, Classifier) else "answer"
-    write_summary(folder, {"task": task, "fingerprint": model.fingerprint, **settings, "result": result})
-    return result
-
-
-def write_summary(folder: Path, about: dict[str, Any]) -> None:
-    with atomic_file(folder / "summary.json") as scratch:
-        scratch.write_text(json.dumps(about, indent=2) + "\n")
 
 
 def select(
@@ -156,11 +192,12 @@ def select(
 ) -> tuple[FineTune, list[dict[str, Any]]]:
     """The block (where layers is "block"), then the bound, with the most success + retain; and all that was tried."""
     tried: list[dict[str, Any]] = []
+    edits = editable(model, predicted_now(model, edits[:SELECT_EDITS]))
     others = predicted_now(model, others[:SELECT_INPUTS])
 
     def best_of(choices: Sequence[tuple[str, float | None]]) -> tuple[str, float | None]:
         for block, bound in choices:
-            found = summary(measure(FineTune(block, bound), model, edits[:SELECT_EDITS], others))
+            found = summary(measure(FineTune(block, bound), model, edits, others))
             tried.append({"layers": block, "bound": bound, "success": found["success"], "retain": found["retain"]})
             on_done(1)
         here = tried[-len(choices) :]

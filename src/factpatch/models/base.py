@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from factpatch.files import atomic_folder
 from factpatch.models.gpu import suit_gpu
 from factpatch.models.layers import editable_layers
 from factpatch.models.workers import Workers
-from factpatch.patch import Patch, fingerprint, stack_patches
+from factpatch.patch import Patch, fingerprint, hash_tensors, stack_patches
 
 # Padded tokens of one inference batch: enough to keep the device busy, little enough to fit beside a base-sized model.
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 262_144}
@@ -72,6 +73,13 @@ class TaskModel(ABC):
     def fingerprint(self) -> str:
         """Of the editable weights as loaded; patches do not change it."""
         return fingerprint(self.layers)
+
+    @cached_property
+    def identity(self) -> str:
+        """Of all weights as loaded, labels and ways to search: models of one identity answer alike."""
+        settings = (self.model.config, getattr(self.model, "generation_config", None))
+        texts = [setting.to_json_string() for setting in settings if setting is not None]
+        return hashlib.sha256("".join([hash_tensors(self.model.state_dict()), *texts]).encode()).hexdigest()
 
     @property
     def device(self) -> torch.device:

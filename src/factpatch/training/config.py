@@ -40,7 +40,9 @@ class TrainConfig:
     # One step
     edits: int = 128
     rows: int = 16  # of each edit: its input, its paraphrases, and others, whose answers shall stay
-    others: str = "alike"  # how they are drawn: alike, or unsure, the oftener the less sure the model is of its answer
+    others: str = (
+        "uniform"  # how they are drawn: uniform, or unsure, more often those whose answer the model is less sure of
+    )
     max_tokens: int = 32  # longer inputs are cut
     split: int = 1  # parts that a step is run in, where memory is short
 
@@ -100,7 +102,7 @@ def _problems(config: TrainConfig) -> list[str]:
         "constraint": tuple(CONSTRAINTS),
         "kl_over": ("top1", "beam"),
         "paraphrases": ("generated", "human", "all", "none"),
-        "others": ("alike", "unsure"),
+        "others": ("uniform", "unsure"),
         "optimizer": ("rmsprop", "adam"),
         "schedule": ("linear", "constant"),
         "precision": (None, "fp32", "bf16"),
@@ -145,7 +147,8 @@ def resolve_config(
 ) -> TrainConfig:
     """A preset's values, then a TOML file's, then `key=value` settings, then what the command line's own options say.
 
-    All problems are told in one error.
+    How long to train is one thing: steps that come later take the place of minutes that came before. All problems are
+    told in one error.
     """
     problems: list[str] = []
     layers = [_preset(preset)] if preset else []
@@ -155,6 +158,8 @@ def resolve_config(
     layers.append({key: value for key, value in overrides.items() if value is not None})
     merged: dict[str, Any] = {}
     for values in layers:
+        if "steps" in values:
+            merged.pop("minutes", None)
         for key, value in values.items():
             nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
             merged[key] = {**merged[key], **value} if nested else value

@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from factpatch.data.records import Counts, Record, source_hash
-from factpatch.device import accelerator_on, find_device, no_cudnn_attention, onto
-from factpatch.errors import FileError, InputError
+from factpatch.device import accelerator_on, find_device, no_cudnn_attention, onto, surroundings
+from factpatch.errors import InputError, TrainingError
 from factpatch.facts import normalize
 from factpatch.files import files_into
 from factpatch.metrics import accuracy
 from factpatch.models import Seq2Seq, TaskModel, load_model
 from factpatch.models.seq2seq import MAX_ANSWER_TOKENS
 from factpatch.training.checkpoint import (
+    has_checkpoint,
     load_checkpoint,
     optimizer_tensors,
     random_state,
@@ -137,7 +138,9 @@ class Fit:
             self._set_answer_length(examples)
 
         if not self._train(examples, held_out, watch):
-            raise FileError(f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}")
+            raise TrainingError(
+                f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}"
+            )
         seconds = self.clock.seconds()
         name = "accuracy" if config.task == "classify" else "exact_match"
         result: dict[str, Any] = {
@@ -187,12 +190,15 @@ class Fit:
                 self.step += 1
                 done, stop = agree(self.accelerator, self.clock.share(self.step), asked_to_stop.is_set())
                 due = int(done * config.validations) > validated or done >= 1
+                overdue = time.perf_counter() - saved >= config.checkpoint_seconds
+                look = due or self.step % 10 == 0
+                if look or stop or overdue:
+                    self._check_finite(float(loss))
                 if due:
                     validated = int(done * config.validations)
                     score = self._validate(held_out, float(loss))
-                if due or self.step % 10 == 0:
+                if look:
                     watch(Status(self.step, done, float(loss), score))
-                overdue = time.perf_counter() - saved > config.checkpoint_seconds
                 if stop or overdue:
                     self._checkpoint(optimizer)
                     saved = time.perf_counter()
@@ -220,6 +226,15 @@ class Fit:
             loss = self.accelerator.reduce(loss.detach(), "sum")  # type: ignore[assignment] (a tensor in, a tensor out)
         optimizer.step()
         return loss.detach()
+
+    def _check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            there = f"the last good checkpoint is in {self.folder.checkpoint}: go on from it with --resume"
+            anew = "start anew, in another folder"
+            raise TrainingError(
+                f"the loss is not finite any more, at step {self.step} or shortly before; "
+                f"{there if has_checkpoint(self.folder.checkpoint) else anew}, and a lower --lr"
+            )
 
     def _validate(self, held_out: list[Record], loss: float) -> float:
         score = self._score(held_out)
@@ -298,8 +313,9 @@ class Fit:
             self.folder.sweep()
         tensors, numbers = load_checkpoint(self.folder.checkpoint)
         wanted = {**asdict(self.config), **self.identity}
-        found = {**numbers["config"], **{key: numbers.get(key) for key in self.identity}}
-        self.folder.check_settings(found, wanted, free=["checkpoint_seconds"])
+        # A checkpoint of an older version does not know the settings that came since; it ran as their defaults say.
+        found = {**asdict(FitConfig()), **numbers["config"], **{key: numbers.get(key) for key in self.identity}}
+        self.folder.check_settings(found, wanted, free=["lr", "checkpoint_seconds"])
         network = self.model.model
         network.load_state_dict(tensors["model"])
         self.best = {k: v.to(network.device) for k, v in tensors["best"].items()}
@@ -310,9 +326,9 @@ class Fit:
         return numbers["seconds"], self.metrics[-1]["held_out"] if self.metrics else None
 
     def _save(self, result: dict[str, Any]) -> None:
-        from factpatch import __version__
-
-        about = {"factpatch": __version__, "model": self.model_name, "config": asdict(self.config), "result": result}
+        where = surroundings(self.accelerator.device)
+        data = {key: self.identity[key] for key in ("train", "valid")}
+        about = {"model": self.model_name, **data, "config": asdict(self.config), **where, "result": result}
         with files_into(self.folder.path) as scratch:
             self.model.write_to(scratch)
             (scratch / "fit.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -45,8 +45,9 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Takes away what a kill in the middle of a write has left; what is not ours stays."""
-        written = ("config.json", "metrics.jsonl", "editor", "last", "checkpoint", "new")
-        for left in (*(p for name in written for p in self.path.glob(f".{name}*")), *self.checkpoint.glob(".step-*")):
+        written = ("config.json", "metrics.jsonl", "editor", "last", "new")
+        half_written = (path for name in written for path in self.path.glob(f".{name}.*"))
+        for left in (*half_written, *self.path.glob(".checkpoint"), *self.checkpoint.glob(".step-*")):
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
     def remove_checkpoint(self) -> None:

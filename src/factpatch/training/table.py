@@ -106,7 +106,9 @@ class RevisionTable:
         # No more others than the whole run can look at: each one's unedited outputs are computed once.
         most = config.steps * config.edits * config.others_a_step if config.minutes is None else len(revisions)
         self.pool = np.random.default_rng([config.seed, 2]).permutation(len(revisions))[: max(2, most)]
-        self.shares: NDArray[np.float64] | None = None  # of each in the pool and all before it, where not drawn alike
+        self.shares: NDArray[np.float64] | None = (
+            None  # of each in the pool and all before it, where not drawn uniformly
+        )
 
         limit = min(config.max_tokens, model.max_input_tokens)
         step = TEXT_STEP if self.few_shapes else 1

@@ -18,9 +18,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from factpatch.data.records import source_hash
-from factpatch.device import accelerator_on, find_dtype, from_first, tensor_core_products
+from factpatch.device import accelerator_on, find_dtype, from_first, surroundings, tensor_core_products
 from factpatch.editors import HyperNetwork, Looped
-from factpatch.errors import FileError, InputError, TrainingError
+from factpatch.errors import InputError, TrainingError
 from factpatch.evaluation import editable, measure, predicted_now
 from factpatch.facts import Revision, read_revisions
 from factpatch.files import atomic_file
@@ -125,7 +125,9 @@ class Train:
         self.learner = Learner(self.editor, self.config, objective, self.accelerator)
         self.lagrangian, self.optimizer = self.learner.lagrangian, self.learner.optimizer
         if not self._train(table, watch):
-            raise FileError(f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}")
+            raise TrainingError(
+                f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}"
+            )
 
         seconds = self.clock.seconds()
         last = copy_of(self.editor)
@@ -345,12 +347,9 @@ class Train:
 
     def _write_run_files(self, result: dict[str, Any] | None = None) -> None:
         """What the run is, and how it goes."""
-        from factpatch import __version__
-
         if not self.accelerator.is_main_process:
             return
-        versions = {"factpatch": __version__, "torch": torch.__version__}
-        about = {**self._identity(), "versions": versions, "device": str(self.model.device), "result": result}
+        about = {**self._identity(), **surroundings(self.model.device), "result": result}
         with atomic_file(self.folder.path / "config.json") as scratch:
             scratch.write_text(json.dumps(about, indent=2) + "\n")
         with atomic_file(self.folder.path / "metrics.jsonl") as scratch:
