@@ -13,6 +13,8 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready-dev
 	@echo "test: running the tests"
 	@$(BIN)/pytest
+	@echo "test: running the GPU's kernels in Triton's interpreter"
+	@TRITON_INTERPRET=1 $(BIN)/pytest tests/test_kernels.py
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check src tests tools docs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,47 @@ def test_bad_data_is_one_line_and_exit_1(run, commands, home: Path, tmp_path: Pa
 def test_bad_records_are_passed_over_and_counted(run, commands, home: Path, name: str) -> None:
     result = run(*commands(home / "bad.jsonl")[name], "--skip-bad", "--json").json
     assert (result["records"], result["bad"], result["left_out"]) == (42, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["revise", "paraphrase", "split"])
+def test_the_data_is_not_overwritten(run, commands, home: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    for place in ("out", "out-dev") if name == "split" else ("out",):
+        (tmp_path / place).write_bytes((home / "claims.jsonl").read_bytes())
+        for data in {place, "link"} if place == "out" else {place}:
+            result = run(*commands(tmp_path / data)[name])
+            assert result.code == 1
+            assert "which is the data; name another" in result.err
+        assert (tmp_path / place).read_bytes() == (home / "claims.jsonl").read_bytes()
+        (tmp_path / place).unlink()
+
+
+@pytest.mark.parametrize("name", ["revise", "paraphrase"])
+def test_bad_data_is_found_before_a_model_is_loaded(run, commands, home: Path, name: str) -> None:
+    models = [home / folder for folder in ("checker", "there", "back")]
+    arguments = [home / "none" if value in models else value for value in commands(home / "bad.jsonl")[name]]
+    assert 'line 41: expected a text in "input"' in run(*arguments).err
+
+
+def test_fit_learns_not_enough_info_where_it_is_a_label(run, commands, home: Path, tmp_path: Path) -> None:
+    lines = read_lines(home / "claims.jsonl")
+    data = write_lines(tmp_path / "three.jsonl", [*lines, fever(41, "who ?", "NOT ENOUGH INFO")])
+    labels = ["--labels", ",".join([*LABELS, "NOT ENOUGH INFO"])]
+    result = run(*commands(data)["fit"], *labels, "--json").json
+    assert (result["records"], result["left_out"]) == (41, 0)
+
+
+def test_split_shows_how_far_it_is(run, commands, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    @contextmanager
+    def bar(message: str, total: int | None) -> Iterator[Any]:
+        yield told.append
+
+    monkeypatch.setattr(sys.modules["factpatch.cli.split"], "progress_bar", bar)
+    monkeypatch.setattr(sys.modules["factpatch.cli.split"], "TOLD", 15)
+    assert run(*commands(home / "facts.jsonl")["split"]).code == 0
+    assert told == [15, 15]
 
 
 def test_other_mistakes_are_one_line_and_exit_1(

@@ -74,6 +74,22 @@ def test_empty_and_missing_files(tmp_path: Path) -> None:
         read_edits(tmp_path / "f.jsonl.gz")
 
 
+def test_a_cut_line_is_named_at_its_own_end(tmp_path: Path) -> None:
+    for cut, column in (('{"input": "x",', 15), ('{"input": ', 11), ('{"input"', 9)):
+        (tmp_path / "f.jsonl").write_text(f'{cut}\n{{"input": "x", "target": "a"}}\n')
+        with pytest.raises(
+            InputError, match=f"line 1: expected a JSON object, found a syntax error at column {column}:"
+        ):
+            read_edits(tmp_path / "f.jsonl")
+
+
+def test_gzip_under_another_name_is_named(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_bytes(gzip.compress(b'{"input": "x", "target": "a"}\n'))
+    for skip_bad in (False, True):
+        with pytest.raises(FileError, match="found gzip; give the file a name that ends in"):
+            read_edits(tmp_path / "f.jsonl", skip_bad)
+
+
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     place = tmp_path / "run"
     with atomic_folder(place) as scratch:

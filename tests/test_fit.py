@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from samples import LABELS, answerer, claims, fever, read_lines, texts, write_lines
+from samples import LABELS, answerer, claims, fact_checker, fever, read_lines, texts, write_lines
 from training_runs import QUICK_FIT
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, GenerationConfig
 
 from factpatch.data.records import Record
-from factpatch.errors import FileError, InputError
+from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.facts import Revision
 from factpatch.models import Classifier, load_model
 from factpatch.training import Fit, FitConfig
@@ -247,7 +247,7 @@ def test_labels_of_dev_that_train_lacks(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (claims(9), "expected at least 10 records to train on, and more than are held out, found 9"),
+        (claims(9), "expected at least 10 records, and more than the 0 that are held out, found 9"),
         ([fever(i, text, "SUPPORTS") for i, text in enumerate(texts(20))], "expected 2 to 100 labels .*, found 1"),
         ([fever(i, text, f"label {i}") for i, text in enumerate(texts(120))], "found 120; for free answers use"),
         ([*claims(20), {"id": "x", "input": "paris"}], 'line 21: expected an answer in "output"'),
@@ -259,6 +259,17 @@ def test_data_that_cannot_be_learnt(base: Path, tmp_path: Path, lines: list[dict
     with pytest.raises(InputError, match=reason):
         Fit(FitConfig(**QUICK_FIT), str(base), tmp_path / "run", device="cpu").run(train, None)
     assert not (tmp_path / "run").exists()
+
+
+def test_answers_that_the_model_cannot_say(tmp_path: Path) -> None:
+    model = answerer(tmp_path / "answerer")
+    lines = [{"input": text, "output": [{"answer": "gitega"}]} for text in texts(30)]
+    lines[7] = {"input": "who leads france ?", "output": [{"answer": "paris " * 99}]}
+    train = write_lines(tmp_path / "train.jsonl", lines)
+    config = FitConfig(**{**QUICK_FIT, "task": "answer", "steps": 1})
+    with pytest.raises(InputError, match="line 8: the model can say 36 tokens, this answer has"):
+        Fit(config, str(model), tmp_path / "run", device="cpu").run(train, None)
+    assert Fit(config, str(model), tmp_path / "run", device="cpu").run(train, None, skip_bad=True)["bad"] == 1
 
 
 def test_labels_that_are_asked_for(base: Path, tmp_path: Path) -> None:
@@ -279,12 +290,41 @@ def test_labels_that_differ_in_case_are_one(base: Path, tmp_path: Path) -> None:
     assert len(model.labels) == 2
 
 
+def test_labels_that_differ_in_punctuation(base: Path, tmp_path: Path) -> None:
+    lines = [fever(i, text, ["-1", "0", "1"][i % 3]) for i, text in enumerate(texts(30))]
+    train = write_lines(tmp_path / "train.jsonl", lines)
+    with pytest.raises(InputError, match="labels must differ by more than punctuation, found '-1' and '1'"):
+        Fit(FitConfig(**{**QUICK_FIT, "steps": 1}), str(base), tmp_path / "run", device="cpu").run(train, None)
+
+
+def test_a_classifier_keeps_the_order_of_its_labels(tmp_path: Path) -> None:
+    """Or its head would say the opposite of what it knows."""
+    known = fact_checker(tmp_path / "known")
+    config = json.loads((known / "config.json").read_text())
+    config["id2label"], config["label2id"] = {"0": "SUPPORTS", "1": "REFUTES"}, {"SUPPORTS": 0, "REFUTES": 1}
+    (known / "config.json").write_text(json.dumps(config))
+    train = write_lines(tmp_path / "train.jsonl", claims(40))
+    still = FitConfig(**{**QUICK_FIT, "steps": 1, "lr": 1e-12})
+    result = Fit(still, str(known), tmp_path / "run", device="cpu").run(train, None)
+    assert result["labels"] == ["SUPPORTS", "REFUTES"]
+    asked = texts(20)
+    assert load_model(tmp_path / "run", "cpu").predict(asked) == load_model(known, "cpu").predict(asked)
+
+
+def test_weights_that_are_not_finite(base: Path, tmp_path: Path) -> None:
+    train = write_lines(tmp_path / "train.jsonl", claims(40))
+    config = FitConfig(**{**QUICK_FIT, "steps": 1, "lr": 1.0, "weight_decay": 1e39})
+    with pytest.raises(TrainingError, match=r"loss or weights are not finite any more, at step 1 .*; start anew"):
+        Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
 def test_a_folder_in_use_and_nothing_to_resume(base: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()
     Fit(FitConfig(), str(base), output)  # an empty folder will do
     (output / "notes.txt").write_text("mine")
-    with pytest.raises(FileError, match="run is in use; go on with its run by --resume, or choose another --output"):
+    with pytest.raises(FileError, match="run is in use; choose another --output"):
         Fit(FitConfig(), str(base), output)
     with pytest.raises(FileError, match=r"nothing to resume: expected a checkpoint in .*run/checkpoint"):
         Fit(FitConfig(), str(base), output, resume=True)

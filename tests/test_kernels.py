@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or interpreted):
-    pytest.skip("kernels run on a CUDA GPU only", allow_module_level=True)
+    pytest.skip("kernels run on a CUDA GPU only, or with TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
 from factpatch.constraints import kl  # noqa: E402

@@ -14,7 +14,7 @@ from factpatch.data.paraphrase import RoundTrip, paraphrase
 from factpatch.data.records import read_records
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import normalize
-from factpatch.models import TaskModel, load_model
+from factpatch.models import load_model
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ class Translated:
 
 
 def test_a_run_goes_on_where_it_stopped(round_trip: RoundTrip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK", 2)
+    monkeypatch.setitem(module.CHUNK, "cpu", 2)
     source = write_lines(tmp_path / "in.jsonl", [{"input": text} for text in texts(7, longest=5)])
     paraphrase(round_trip, source, tmp_path / "whole.jsonl")
     output = tmp_path / "out.jsonl"
@@ -153,6 +153,15 @@ def test_a_run_goes_on_where_it_stopped(round_trip: RoundTrip, tmp_path: Path, m
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_processor_works_in_small_chunks(round_trip: RoundTrip, tmp_path: Path) -> None:
+    """And progress counts what is left out, too."""
+    lines = [fever(i, text, "SUPPORTS") for i, text in enumerate(texts(34, longest=3))]
+    lines[3]["output"][0]["answer"] = "NOT ENOUGH INFO"
+    told: list[int] = []
+    paraphrase(round_trip, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", on_done=told.append)
+    assert told == [0, 33, 1]
+
+
 def test_bad_records_are_named_or_passed_over(round_trip: RoundTrip, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"input": "who leads france ?"}, {"input": "capital " * 99}])
     with pytest.raises(InputError, match="line 2: the model reads at most 36 tokens"):
@@ -163,15 +172,29 @@ def test_bad_records_are_named_or_passed_over(round_trip: RoundTrip, tmp_path: P
     assert len(read_lines(tmp_path / "out.jsonl")) == 1
 
 
-def test_other_translators_start_anew(round_trip: RoundTrip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK", 2)
+def turned(round_trip: RoundTrip, place: Path) -> RoundTrip:
+    return RoundTrip(round_trip.backward, round_trip.forward)
+
+
+def with_other_words(round_trip: RoundTrip, place: Path) -> RoundTrip:
+    """Translators with the same layers and other word embeddings."""
+    other = translators(place, max_position_embeddings=128)
+    other.backward.word_embeddings.mul_(1.5)
+    assert other.backward.fingerprint == round_trip.backward.fingerprint
+    return other
+
+
+@pytest.mark.parametrize("other_translators", [turned, with_other_words])
+def test_other_translators_start_anew(
+    round_trip: RoundTrip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other_translators: Any
+) -> None:
+    monkeypatch.setitem(module.CHUNK, "cpu", 2)
     source = write_lines(tmp_path / "in.jsonl", [{"input": text} for text in texts(4, longest=5)])
     with monkeypatch.context() as patched:
         patched.setattr(round_trip, "paraphrases", Translated(round_trip, fail_at=2))
         with pytest.raises(RuntimeError):
             paraphrase(round_trip, source, tmp_path / "out.jsonl")
-    turned: tuple[TaskModel, TaskModel] = (round_trip.backward, round_trip.forward)
-    other = RoundTrip(*turned)
+    other = other_translators(round_trip, tmp_path)
     anew = Translated(other)
     monkeypatch.setattr(other, "paraphrases", anew)
     paraphrase(other, source, tmp_path / "out.jsonl")

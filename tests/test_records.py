@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,15 @@ from typing import Any
 import pytest
 from samples import counterfact, fever, write_lines, zsre
 
-from factpatch.data.records import Counts, Record, count_records, parse_record, read_records, source_hash
+from factpatch.data.records import (
+    Counts,
+    Record,
+    count_records,
+    parse_record,
+    read_records,
+    refuse_overwriting,
+    source_hash,
+)
 from factpatch.errors import FileError, InputError
 
 GERMANY = zsre(
@@ -37,6 +46,10 @@ def test_fever_as_published(tmp_path: Path) -> None:
         Record("4", "Paris is old."),
     ]
     assert (counts.read, counts.kept, counts.left_out, counts.bad) == (4, 3, 1, 0)
+    counts = Counts()
+    labels = ["supports", "refutes", "not enough info"]
+    assert len(list(read_records(tmp_path / "fever.jsonl", counts, labels=labels))) == 4
+    assert counts.left_out == 0
 
 
 def test_zsre_as_published(tmp_path: Path) -> None:
@@ -62,9 +75,16 @@ def test_zsre_whose_input_is_one_of_its_questions(tmp_path: Path) -> None:
 
 
 def test_a_subject_and_relation_without_questions_is_bad(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "zsre.jsonl", [GERMANY, {**GERMANY, "id": "2", "meta": {}}])
+    path = write_lines(tmp_path / "zsre.jsonl", [GERMANY, {**GERMANY, "id": "2", "meta": {"template_questions": []}}])
     with pytest.raises(InputError, match=r"line 2: .*template_questions"):
         list(read_records(path))
+
+
+def test_a_pair_of_sentences_is_taken_as_it_is(tmp_path: Path) -> None:
+    pair = "Paris is in Chad. [SEP] Paris is the capital of France."
+    (record,) = read_records(write_lines(tmp_path / "pairs.jsonl", [{"input": pair, "output": "REFUTES"}]))
+    assert (record.input, record.subject, record.relation) == (pair, None, None)
+    assert parse_record(record.to_dict(), "none") == record
 
 
 @pytest.mark.parametrize(
@@ -76,6 +96,7 @@ def test_a_subject_and_relation_without_questions_is_bad(tmp_path: Path) -> None
         ({"output": ["Paris", "Paris", "Lutetia", ""]}, ("Paris", "Lutetia")),
         ({"output": [{"answer": "Paris"}, {"provenance": []}]}, ("Paris",)),
         ({"answers": ["Paris"]}, ("Paris",)),
+        ({"output": None, "answers": ["Paris"]}, ("Paris",)),
     ],
 )
 def test_a_users_own_lines(tmp_path: Path, output: dict[str, Any], answers: tuple[str, ...]) -> None:
@@ -129,22 +150,40 @@ def test_counterfact_as_published(tmp_path: Path) -> None:
         None,
         {**FRENCH["requested_rewrite"], "target_new": "English"},
         {**FRENCH["requested_rewrite"], "subject": None},
+        {**FRENCH["requested_rewrite"], "prompt": ""},
+        {**FRENCH["requested_rewrite"], "target_true": {"str": " "}},
+        {**FRENCH["requested_rewrite"], "target_true": [1]},
+        [1],
     ],
 )
 def test_a_damaged_counterfact_record_is_named(tmp_path: Path, rewrite: Any) -> None:
     path = tmp_path / "counterfact.json"
     path.write_text(json.dumps([FRENCH, {**FRENCH, "case_id": 1, "requested_rewrite": rewrite}]))
-    with pytest.raises(InputError, match=r"counterfact.json, record 2: expected a CounterFact record"):
+    reason = r'counterfact.json, record 2: expected a CounterFact record with a text in "requested_rewrite\.\w'
+    with pytest.raises(InputError, match=reason):
         list(read_records(path))
     counts = Counts()
     assert len(list(read_records(path, counts, skip_bad=True))) == 1
     assert (counts.read, counts.bad) == (2, 1)
 
 
+def test_a_counterfact_record_without_its_number_or_with_an_odd_relation(tmp_path: Path) -> None:
+    odd = {**FRENCH, "requested_rewrite": {**FRENCH["requested_rewrite"], "relation_id": ["P103"]}}
+    for record, reason in ((odd, 'expected a text in "relation_id"'), ({**FRENCH, "case_id": None}, '"case_id"')):
+        with pytest.raises(InputError, match=reason):
+            list(read_records(write_lines(tmp_path / "f.jsonl", [record])))
+
+
+def test_an_array_after_empty_lines(tmp_path: Path) -> None:
+    path = tmp_path / "counterfact.json"
+    path.write_text("\n \n" + json.dumps([FRENCH], indent=1))
+    assert [record.id for record in read_records(path)] == ["0"]
+
+
 def test_a_damaged_array_is_named(tmp_path: Path) -> None:
     path = tmp_path / "counterfact.json"
-    path.write_text(json.dumps([FRENCH], indent=1)[:-20])
-    with pytest.raises(InputError, match=r"counterfact.json.*damaged one"):
+    path.write_text("\n" + json.dumps([FRENCH], indent=1)[:-20])
+    with pytest.raises(InputError, match=r"counterfact.json.*damaged one.*line 23"):
         list(read_records(path))
 
 
@@ -188,6 +227,8 @@ BAD_LINES = {
         'a text or a list in "output", found dict',
     ),
     "answer of another type": (b'{"input": "x", "output": [{"answer": 3}]}', "expected texts as answers"),
+    "answers of another type": (b'{"input": "x", "answers": 3}', 'a text or a list in "answers", found int'),
+    "an empty template": (b'{"input": "x", "meta": {"template_questions": ["y", " "]}}', "found an empty one"),
     "templates of another type": (b'{"input": "x", "meta": {"template_questions": "y"}}', "expected a list of texts"),
     "rephrases of another type": (b'{"input": "x", "rephrases": [1]}', 'expected a list of texts in "rephrases"'),
     "alternative of another type": (b'{"input": "x", "alternative": 3}', '"alternative"'),
@@ -209,6 +250,49 @@ def test_a_bad_line_is_named_or_passed_over_and_counted(tmp_path: Path, case: st
     counts = Counts()
     assert [record.id for record in read_records(path, counts, skip_bad=True)] == ["good-0", "good-1"]
     assert (counts.read, counts.bad) == (3, 1)
+
+
+def test_a_bad_record_does_not_keep_out_a_good_one_with_its_id(tmp_path: Path) -> None:
+    lines = [{"id": "1", "input": "x"}, {"id": "1", "input": "x", "output": "a"}, {"id": "1", "input": "again"}]
+    path = write_lines(tmp_path / "f.jsonl", lines)
+    counts = Counts()
+    (record,) = read_records(path, counts, need_answers=True, skip_bad=True)
+    assert record.answers == ("a",)
+    assert counts.bad == 2
+
+
+def test_counting_names_what_is_wrong(tmp_path: Path) -> None:
+    lines = [{"id": str(i), "input": "x"} for i in range(5)]
+    path = write_lines(tmp_path / "f.jsonl", [*lines, fever(9, "Perhaps.", "NOT ENOUGH INFO"), lines[0], {"id": "6"}])
+    with pytest.raises(InputError, match="line 7: two records have the id '0'"):
+        count_records(path)
+    assert count_records(path, skip_bad=True) == 8
+
+
+def test_counting_leaves_it_to_the_model_what_is_left_out(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "f.jsonl", [fever(1, "Perhaps.", "NOT ENOUGH INFO")])
+    assert count_records(path) == 1
+
+
+@pytest.mark.parametrize("use", [count_records, source_hash])
+def test_a_pipe_is_refused_where_data_is_read_again(use: Callable[[str], object]) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b'{"input": "x"}\n')
+    os.close(writing)
+    with pytest.raises(FileError, match=r"read more than once, found a pipe at /dev/fd/\d+; write it to a file first"):
+        use(f"/dev/fd/{reading}")
+    assert [record.input for record in read_records(f"/dev/fd/{reading}")] == ["x"], "once is well"
+    os.close(reading)
+
+
+def test_the_data_is_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "f.jsonl", [{"input": "x"}])
+    (tmp_path / "link").symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    for output, source in ((path, path), (path, "f.jsonl"), ("link", path), (path, "link")):
+        with pytest.raises(FileError, match="which is the data; name another"):
+            refuse_overwriting(output, "hub:kilt:train", source)
+    refuse_overwriting(tmp_path / "new.jsonl", path, "hub:kilt:train", "none.jsonl")
 
 
 def test_records_without_an_answer_where_answers_are_needed(tmp_path: Path) -> None:

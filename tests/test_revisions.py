@@ -19,7 +19,7 @@ from samples import LABELS, answerer, counterfact, fact_checker, fever, read_lin
 
 from factpatch.data import revisions
 from factpatch.data.chunked import write_in_chunks
-from factpatch.data.records import Record, read_records
+from factpatch.data.records import Record, count_records, read_records
 from factpatch.data.revisions import alternatives, revise, revise_records
 from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize, read_revisions
@@ -36,7 +36,7 @@ def slowly(model, *read):
     time.sleep(0.3)
     return at_once(model, *read)
 
-revisions.CHUNK = 4
+revisions.CHUNK["cpu"] = 4
 revisions.revise_records = slowly
 revisions.revise(load_model(sys.argv[1], "cpu"), sys.argv[2], sys.argv[3])
 """
@@ -153,11 +153,11 @@ def test_beams_that_say_the_same_are_no_alternatives(folders: dict[str, Path]) -
 def test_counterfacts_target_comes_first(folders: dict[str, Path], tmp_path: Path) -> None:
     model = load_model(folders["answerer"], "cpu")
     path = tmp_path / "counterfact.json"
-    cases = [counterfact(i, subject, "Rundi", "French", []) for i, subject in enumerate(["burundi", "paris"])]
+    cases = [counterfact(i, subject, "rundi", "French", []) for i, subject in enumerate(["burundi", "paris"])]
     path.write_text(json.dumps(cases))
     revise(model, path, tmp_path / "out.jsonl")
     for revision in read_revisions(tmp_path / "out.jsonl"):
-        assert revision.alternatives[0] == "Rundi"
+        assert revision.alternatives[0] == "rundi"
         assert len(revision.alternatives) > 1
         assert revision.answers == ("French",)
 
@@ -187,6 +187,7 @@ def test_claims_that_are_neither_are_left_out_and_counted(checker: TaskModel, tm
     [
         (fever(9, "who leads france ?", "PERHAPS"), "the classifier has no label 'PERHAPS'; choose one of REFUTES"),
         (fever(9, "capital " * 99, "SUPPORTS"), "reads at most 36 tokens, this input has 101"),
+        ({"input": "who leads france ?", "alternative": "PERHAPS"}, "the classifier has no label 'PERHAPS'"),
         ({"id": "0", "input": "paris"}, "two records have the id '0'"),
         ({"id": "9"}, 'expected a text in "input"'),
     ],
@@ -211,6 +212,60 @@ def test_bad_records_are_named_or_passed_over(
     assert len(read_lines(output)) == 3
 
 
+def test_a_claim_that_is_neither_is_kept_where_the_model_knows_the_label(tmp_path: Path) -> None:
+    model = load_model(fact_checker(tmp_path / "model"), "cpu")
+    assert isinstance(model, Classifier)
+    model.labels = [LABELS[0], "NOT ENOUGH INFO"]
+    source = write_lines(tmp_path / "in.jsonl", [fever(1, "who leads france ?", "NOT ENOUGH INFO")])
+    result = revise(model, source, tmp_path / "out.jsonl")
+    assert (result["kept"], result["left_out"]) == (1, 0)
+
+
+def test_an_alternative_that_the_model_cannot_say(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(folders["answerer"], "cpu")
+    lines = [{"input": "who leads france ?", "alternative": text} for text in ("paris", "paris " * 99)]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    with pytest.raises(InputError, match="line 2: the model answers in at most"):
+        revise(model, source, tmp_path / "out.jsonl")
+    assert revise(model, source, tmp_path / "out.jsonl", skip_bad=True)["bad"] == 1
+
+
+def test_a_bad_record_at_the_start_leaves_no_scratch_files(checker: TaskModel, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"input": "paris"}, {"id": "9"}])
+    with pytest.raises(InputError, match="line 2"):
+        revise(checker, source, tmp_path / "new" / "out.jsonl")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_the_data_is_not_overwritten(checker: TaskModel, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"input": "paris"}])
+    with pytest.raises(FileError, match="which is the data"):
+        revise(checker, source, source)
+    assert read_lines(source) == [{"input": "paris"}]
+
+
+@pytest.mark.parametrize("kept", [7, 8])
+def test_progress_counts_all_records(
+    checker: TaskModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """Also those that are not used, between the others and after the last, which may end a chunk."""
+    monkeypatch.setitem(revisions.CHUNK, "cpu", 4)
+    good = [{"input": text} for text in texts(kept)]
+    left_out = fever("a", "perhaps", "NOT ENOUGH INFO")
+    source = write_lines(tmp_path / "in.jsonl", [*good[:2], left_out, {"id": "b"}, *good[2:], {**left_out, "id": "c"}])
+    told: list[int] = []
+    result = revise(checker, source, tmp_path / "out.jsonl", skip_bad=True, on_done=told.append)
+    assert told[:2] == [0, 6]
+    assert sum(told) == result["records"] == count_records(source, skip_bad=True) == kept + 3
+
+
+def test_a_processor_works_in_small_chunks(checker: TaskModel, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"input": text} for text in texts(300)])
+    told: list[int] = []
+    revise(checker, source, tmp_path / "out.jsonl", on_done=told.append)
+    assert told == [0, 256, 44]
+
+
 def test_an_empty_file_leaves_the_old_revisions(checker: TaskModel, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("")
     (tmp_path / "out.jsonl").write_text("old")
@@ -224,7 +279,7 @@ def test_an_empty_file_leaves_the_old_revisions(checker: TaskModel, tmp_path: Pa
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(revisions, "CHUNK", 4)
+    monkeypatch.setitem(revisions.CHUNK, "cpu", 4)
 
 
 @pytest.fixture
@@ -379,18 +434,26 @@ def test_a_torn_end_of_a_part_is_cut_off(
     assert (tmp_path / "out.jsonl").read_bytes() == whole
 
 
-@pytest.mark.parametrize("other", ["data", "model", "chunk"])
+@pytest.mark.parametrize("other", ["data", "model", "labels", "chunk"])
 def test_a_part_of_another_run_is_not_taken_up(
     checker: TaskModel, source: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
+    """A model with other labels is another one, though what can be edited is the same."""
     leave_a_part(checker, source, tmp_path / "out.jsonl", monkeypatch)
     model = checker
     if other == "data":
         write_lines(source, [*read_lines(source)[:-1], {"input": "another last question"}])
     elif other == "model":
         model = load_model(fact_checker(tmp_path / "model", seed=1), "cpu")
+    elif other == "labels":
+        checker.save(tmp_path / "model")
+        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        config["id2label"] = dict(enumerate(reversed(config["id2label"].values())))
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+        model = load_model(tmp_path / "model", "cpu")
+        assert model.fingerprint == checker.fingerprint
     else:
-        monkeypatch.setattr(revisions, "CHUNK", 5)
+        monkeypatch.setitem(revisions.CHUNK, "cpu", 5)
     anew = Revised()
     monkeypatch.setattr(revisions, "revise_records", anew)
     revise(model, source, tmp_path / "out.jsonl")

@@ -18,7 +18,7 @@ from training_runs import QUICK, SMALL, editor_weights, start
 
 from factpatch.device import accelerator_on
 from factpatch.editors import load_editor
-from factpatch.errors import FileError, InputError
+from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.evaluation import measure, predicted_now
 from factpatch.facts import Revision
 from factpatch.models import TaskModel, load_model
@@ -230,6 +230,35 @@ def test_revisions_of_another_model(checker: Path, claims: Path, tmp_path: Path)
     other.write_text("".join(json.dumps(line) + "\n" for line in flipped))
     with pytest.raises(InputError, match="0 of 6 inputs only; make the file anew with this model"):
         start(QUICK, checker, tmp_path / "run").run(other)
+    half = [a if i % 2 else b for i, (a, b) in enumerate(zip(read_lines(claims), flipped, strict=True))]
+    other.write_text("".join(json.dumps(line) + "\n" for line in half))
+    with pytest.raises(InputError, match="inputs only; make the file anew"):  # as of another model of two labels
+        start(QUICK, checker, tmp_path / "run").run(other)
+
+
+def test_minutes_that_are_over_before_the_first_step(checker: Path, claims: Path, tmp_path: Path) -> None:
+    assert start(replace(QUICK, minutes=1e-9), checker, tmp_path / "run").run(claims)["steps"] == 1
+
+
+def test_weights_that_are_not_finite(checker: Path, claims: Path, tmp_path: Path) -> None:
+    """The last update made them so, with a loss that was none the worse."""
+    with pytest.raises(TrainingError, match="loss or weights are not finite any more, at step 1"):
+        start(replace(QUICK, steps=1, lr=1e38), checker, tmp_path / "run").run(claims)
+
+
+def test_alternatives_that_the_model_cannot_say_are_no_candidates(tmp_path: Path) -> None:
+    folder = answerer(tmp_path / "answerer")
+    questions = write_revisions(tmp_path / "questions.jsonl", load_model(folder, "cpu"), 60)
+    lines = [{**line, "alternatives": ["gitega " * 60, *line["alternatives"]]} for line in read_lines(questions)]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = replace(QUICK, steps=2, kl_over="beam", rows=12)
+    assert start(config, folder, tmp_path / "run").run(questions)["steps"] == 2
+
+
+def test_a_tracker(checker: Path, claims: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    start(replace(QUICK, steps=4, tracker="tensorboard"), checker, tmp_path / "run").run(claims)
+    assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
 
 
 def test_a_tracker_that_is_not_there(checker: Path, tmp_path: Path) -> None:

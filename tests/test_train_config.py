@@ -53,6 +53,7 @@ def test_steps_given_later_take_the_place_of_minutes(tmp_path: Path) -> None:
 
 def test_all_problems_at_once() -> None:
     settings = ["steps=0", "optimizer=sgd", "learning_rate=1", "rows=many", "editor.depth=3", "nonsense", "editor=1"]
+    settings += ["margin=1e-5", "holdout=1", f"seed={2**70}"]
     with pytest.raises(InputError) as caught:
         resolve_config("fc", None, settings, {"minutes": -1.0})
     message = str(caught.value)
@@ -60,6 +61,9 @@ def test_all_problems_at_once() -> None:
         "steps=0 must be above 0",
         "minutes=-1.0 must be above 0",
         "optimizer=sgd must be one of rmsprop, adam",
+        "margin=1e-05 must not be below margin_floor=0.001",
+        "holdout=1 must be at least 2",
+        "must be below 2**63",
         "unknown setting learning_rate",
         "rows='many' must be a whole number",
         "expected key=value, found 'nonsense'",

@@ -15,6 +15,8 @@ from factpatch.errors import FileError, InputError
 
 T = TypeVar("T")
 
+GZIP = b"\x1f\x8b"  # what gzipped files begin with
+
 
 @dataclass(frozen=True)
 class FactEdit:
@@ -127,21 +129,29 @@ def read_jsonl(
 
 def _pieces(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
     """Where a record stands, and its bytes; or the record itself, where the file is one array, to be read whole."""
+    first = True
     for number, line in enumerate(file, start=1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        if number == 1 and line.lstrip().startswith(b"["):
+        if number == 1 and line.startswith(GZIP):
+            raise FileError(
+                f"cannot read {path}: expected JSON lines, found gzip; give the file a name that ends in .gz"
+            )
+        if not line.strip():
+            continue
+        if first and line.lstrip().startswith(b"["):
             try:
-                array = json.loads(line + file.read())
+                array = json.loads(b"\n" * (number - 1) + line + file.read())
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{path}: expected JSON lines or a JSON array, found a damaged one: {error}") from None
             yield from ((f"record {i}", record) for i, record in enumerate(array, start=1))
-        elif line.strip():
+        else:
             yield f"line {number}", line
+        first = False
 
 
 def _decode(content: bytes | dict[str, Any]) -> dict[str, Any]:
     try:
-        record = json.loads(content.decode("utf-8")) if isinstance(content, bytes) else content
+        record = json.loads(content.decode("utf-8").rstrip("\r\n")) if isinstance(content, bytes) else content
     except UnicodeDecodeError as error:
         found = error.object[error.start]
         raise InputError(f"expected UTF-8, found byte 0x{found:02x} at position {error.start}") from None

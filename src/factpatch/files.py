@@ -21,8 +21,7 @@ from factpatch.errors import FileError
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yields a scratch path beside `path`; what was written there takes its place if the block ends well."""
-    path = Path(path)
-    _refuse_folder(path)
+    path = _ordinary(path)
     with _as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -30,8 +29,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         scratch = Path(name)
         try:
             yield scratch
-            _flush_to_disk(scratch)
-            scratch.chmod(0o666 & ~_umask())
+            _settle(scratch)
             os.replace(scratch, path)
         finally:
             scratch.unlink(missing_ok=True)
@@ -53,7 +51,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             yield scratch
             for file in scratch.rglob("*"):
                 if file.is_file():
-                    _flush_to_disk(file)
+                    _settle(file)
             _refuse_strangers(path, {file.name for file in scratch.iterdir()})
             scratch.chmod(0o777 & ~_umask())
             _swap(scratch, path)
@@ -72,7 +70,7 @@ def files_into(folder: str | Path) -> Iterator[Path]:
             yield scratch
             files = sorted(scratch.iterdir())
             for file in files:
-                _flush_to_disk(file)
+                _settle(file)
             for file in files:
                 os.replace(file, folder / file.name)
         finally:
@@ -87,17 +85,17 @@ class ResumableLines:
     """
 
     def __init__(self, path: str | Path, settings: dict[str, Any], chunk: int):
-        self.path = Path(path)
+        self.path = _ordinary(path)
         self.chunk = chunk
         self.part = self.path.with_name(f".{self.path.name}.part")
         self._settings = self.path.with_name(f".{self.path.name}.part.json")
         self._time = self.path.with_name(f".{self.path.name}.part.seconds")
         self._wanted = json.dumps({**settings, "chunk": chunk}, sort_keys=True)
-        _refuse_folder(self.path)
         refuse_gz(self.path)
         with _as_file_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.done = self._take_up()
+            self._size = self.part.stat().st_size
             spent = self._time.read_text() if self.done and self._time.exists() else ""
         self._begin = time.perf_counter() - float(spent or 0)
 
@@ -126,17 +124,25 @@ class ResumableLines:
         with _as_file_errors(self.path), self.part.open("r+b") as file:
             for _ in range(lines):
                 file.readline()
-            file.truncate(file.tell())
+            self._size = file.truncate(file.tell())
         self.done = lines
 
     def write(self, lines: list[str]) -> None:
+        self._check_alone()
         with _as_file_errors(self.path), self.part.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
             file.flush()
             os.fsync(file.fileno())
+            self._size = file.tell()
             self._time.write_text(f"{self.seconds():.3f}")
 
+    def _check_alone(self) -> None:
+        """Two runs with one output would mix their lines, or lose them."""
+        if not self.part.exists() or self.part.stat().st_size != self._size:
+            raise FileError(f"another run is writing {self.path}, or has just done so; choose another --output")
+
     def finish(self) -> None:
+        self._check_alone()
         with _as_file_errors(self.path):
             os.replace(self.part, self.path)
             self._settings.unlink(missing_ok=True)
@@ -148,7 +154,7 @@ def check_writable(path: str | Path) -> None:
     path = Path(path)
     with _as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
+        tempfile.TemporaryFile(dir=path if path.is_dir() else path.parent).close()
 
 
 def refuse_gz(path: str | Path) -> None:
@@ -156,9 +162,14 @@ def refuse_gz(path: str | Path) -> None:
         raise FileError(f"expected a plain output file, found {path}; leave .gz off, and compress it afterwards")
 
 
-def _refuse_folder(path: Path) -> None:
+def _ordinary(path: str | Path) -> Path:
+    """Where to write a file: through links, but not in place of a folder, a device or a pipe."""
+    path = Path(path)
     if path.is_dir():
         raise FileError(f"expected a file to write, found a folder at {path}; name a file")
+    if path.exists() and not path.is_file():
+        raise FileError(f"expected a file to write, found a device or a pipe at {path}; name a file")
+    return path.resolve() if path.is_symlink() else path
 
 
 def _refuse_strangers(folder: Path, ours: set[str]) -> None:
@@ -212,9 +223,11 @@ def _as_file_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _flush_to_disk(path: Path) -> None:
+def _settle(path: Path) -> None:
+    """On the disk, and for everybody to read who may read new files here."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+    path.chmod(0o666 & ~_umask())
 
 
 def _umask() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 
 import typer
@@ -10,7 +12,9 @@ from factpatch.cli import bench, demo, edit, evaluate, fit, paraphrase, patch, r
 from factpatch.cli.common import is_main_process
 from factpatch.errors import FactpatchError
 
-NO_MEMORY = "out of GPU memory; stop what else runs on the GPU, or use --device cpu, or a smaller model"
+NO_MEMORY = "out of memory; stop what else runs there, use --device cpu if it is the GPU's, or a smaller model"
+
+INTERRUPTED = 130  # what typer makes of Ctrl-C
 
 app = typer.Typer(
     name="factpatch",
@@ -47,17 +51,19 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(args=_number_loops(sys.argv[1:] if arguments is None else arguments))
     except FactpatchError as error:
-        if is_main_process():
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        # All processes of `accelerate launch` may find the same mistake, or one alone.
+        where = "" if is_main_process() else f" (process {os.environ['RANK']})"
+        print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(130)
-    except RuntimeError as error:
-        if "out of memory" not in str(error):  # as torch and CUDA say, in errors of several kinds
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate memory", str(error)):
             raise
         print(f"error: {NO_MEMORY}", file=sys.stderr)
         sys.exit(1)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED and is_main_process():
+            print("stopped; commands that write line by line go on there when run again", file=sys.stderr)
+        raise
 
 
 def _number_loops(arguments: list[str]) -> list[str]:

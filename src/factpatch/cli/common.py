@@ -70,15 +70,15 @@ def show_counts(result: dict[str, Any], place: object) -> None:
 
 
 @contextmanager
-def status_bar(message: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar over a whole run, told its share and a line of figures; in a log, a line now and then."""
+def status_bar(message: str) -> Iterator[Callable[[float | None, str], None]]:
+    """A bar over a whole run, told its share, if known, and a line of figures; in a log, a line now and then."""
     told = time.monotonic()
 
-    def log(share: float, figures: str) -> None:
+    def log(share: float | None, figures: str) -> None:
         nonlocal told
         if time.monotonic() - told > LOG_SECONDS:
             told = time.monotonic()
-            warn(f"{message} {share:.0%}  {figures}")
+            warn(f"{message} {'' if share is None else f'{share:.0%}'}  {figures}")
 
     if not stderr.is_terminal:
         yield log
@@ -90,8 +90,10 @@ def status_bar(message: str) -> Iterator[Callable[[float, str], None]]:
         TextColumn("{task.fields[figures]}"),
     )
     with Progress(*columns, console=stderr, transient=True, disable=not is_main_process()) as progress:
-        task = progress.add_task(message, total=1.0, figures="")
-        yield lambda share, figures: progress.update(task, completed=share, figures=figures)
+        task = progress.add_task(message, total=None, figures="")
+        yield lambda share, figures: progress.update(
+            task, total=None if share is None else 1.0, completed=share, figures=figures
+        )
 
 
 @contextmanager
@@ -103,7 +105,7 @@ def progress_bar(message: str, total: int | None) -> Iterator[Callable[[int], No
         def advance(more: int = 1) -> None:
             nonlocal done
             done += more
-            update(done / total if total else 0.0, f"{done:,} of {total:,}" if total else f"{done:,}")
+            update(done / total if total else None, f"{done:,} of {total:,}" if total else f"{done:,}")
 
         yield advance
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, prepare, print_json, progress_bar, stdout, working
-from factpatch.errors import FileError
+from factpatch.errors import FileError, InputError
 from factpatch.facts import FactEdit, read_edits, same
 from factpatch.files import check_writable
 
 if TYPE_CHECKING:
+    from factpatch.models import TaskModel
     from factpatch.patch import Patch
 
 
@@ -56,6 +58,7 @@ def edit(
         prepare(seed)
         task_model = load_model(model, device)
         method = load_editor(editor, task_model.device)
+        edits, unusable = _usable(task_model, edits, skip_bad)
     results: list[dict[str, Any]] = []
     size = method.at_once(task_model)  # as many patches as are in memory together
     with progress_bar("editing", len(edits)) as advance:
@@ -74,9 +77,25 @@ def edit(
         _show(results, looped=loop > 1)
     elif facts:
         success = sum(r["success"] for r in results) / len(results)
-        print_json({"success": success, "edits": results, "bad": bad, "seconds": seconds})
+        print_json({"success": success, "edits": results, "bad": bad + unusable, "seconds": seconds})
     else:
         print_json({**results[0], "seconds": seconds})
+
+
+def _usable(model: TaskModel, edits: list[FactEdit], skip_bad: bool) -> tuple[list[FactEdit], int]:
+    """The edits, resolved; or, passing over what is no edit of this model, the others and how many were not."""
+    try:
+        return model.resolve(edits), 0
+    except InputError:
+        if not skip_bad:
+            raise
+    usable: list[FactEdit] = []
+    for edit in edits:
+        with suppress(InputError):
+            usable += model.resolve([edit])
+    if not usable:
+        raise InputError(f"expected at least one fact that the model can be edited to, found none of {len(edits)}")
+    return usable, len(edits) - len(usable)
 
 
 def _outcome(patch: Patch, said: str) -> dict[str, Any]:

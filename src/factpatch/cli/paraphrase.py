@@ -36,7 +36,8 @@ def paraphrase(
 ) -> None:
     """Make paraphrases by translating there and back with 5 × 5 beams. Needs the `translate` extra for MarianMT models.
 
-    Run it again after a kill and it goes on where it stopped.
+    They replace the `rephrases` that the data already has; `human_rephrases` stay. Run it again after a kill and it
+    goes on where it stopped.
 
     Example: factpatch paraphrase --data facts.jsonl --output out.jsonl --forward opus-mt-en-de --backward opus-mt-de-en
     """
@@ -44,12 +45,13 @@ def paraphrase(
     with working("loading"):
         from factpatch.data.paraphrase import RoundTrip
         from factpatch.data.paraphrase import paraphrase as write_paraphrases
-        from factpatch.data.records import count_records
+        from factpatch.data.records import count_records, refuse_overwriting
         from factpatch.device import find_dtype
         from factpatch.models import load_model
 
         prepare(seed)
-        total = count_records(data)
+        refuse_overwriting(output, data)
+        total = count_records(data, skip_bad)
         dtype = find_dtype(precision, device)
         round_trip = RoundTrip(load_model(forward, device, dtype), load_model(backward, device, dtype))
     with progress_bar("translating", total) as advance:

@@ -42,13 +42,14 @@ def revise(
     """
     start = time.perf_counter()
     with working("loading"):
-        from factpatch.data.records import count_records
+        from factpatch.data.records import count_records, refuse_overwriting
         from factpatch.data.revisions import revise as write_revisions
         from factpatch.device import find_dtype
         from factpatch.models import load_model
 
         prepare(seed)
-        total = count_records(data)
+        refuse_overwriting(output, data)
+        total = count_records(data, skip_bad)
         task_model = load_model(model, device, find_dtype(precision, device))
     with progress_bar("revising", total) as advance:
         result = write_revisions(task_model, data, output, skip_bad, advance)

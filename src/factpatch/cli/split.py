@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from factpatch.cli.common import Device, Json, Seed, SkipBad, print_json, show_counts
+from factpatch.cli.common import Device, Json, Seed, SkipBad, print_json, progress_bar, show_counts
+
+TOLD = 1000  # records between two looks at the progress bar
 
 
 def split(
@@ -26,15 +29,25 @@ def split(
     Example: factpatch split zsre-train.jsonl zsre-dev.jsonl --train train.jsonl --dev dev.jsonl
     """
     start = time.perf_counter()
-    from factpatch.data.records import Counts, read_records
+    from factpatch.data.records import Counts, Record, read_records, refuse_overwriting
     from factpatch.data.split import split_facts, write_split
     from factpatch.device import find_device
 
     find_device(device)
+    refuse_overwriting(train, *data)
+    refuse_overwriting(dev, *data)
     counts = Counts()
-    records = (record for source in data for record in read_records(source, counts, skip_bad=skip_bad))
-    parts = split_facts(records, share, seed)
-    write_split(parts, train, dev)
+    with progress_bar("splitting", None) as advance:
+
+        def records() -> Iterator[Record]:
+            for source in data:
+                for record in read_records(source, counts, skip_bad=skip_bad):
+                    yield record
+                    if counts.kept % TOLD == 0:
+                        advance(TOLD)
+
+        parts = split_facts(records(), share, seed)
+        write_split(parts, train, dev)
     result = {
         "records": counts.read,
         "left_out": counts.left_out,

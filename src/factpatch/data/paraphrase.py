@@ -13,7 +13,7 @@ from factpatch.errors import ModelError
 from factpatch.facts import normalize, read_jsonl
 from factpatch.models import Seq2Seq, TaskModel
 
-CHUNK = 2048  # claims that are translated together and written together
+CHUNK = {"cpu": 32, "cuda": 2048}  # claims that are translated together and written together
 
 
 class RoundTrip:
@@ -77,8 +77,8 @@ def paraphrase(
         output,
         lambda chunk: chunk,
         work,
-        settings={"models": [model.fingerprint for model in models], "dtypes": [str(m.model.dtype) for m in models]},
-        size=CHUNK,
+        settings={"models": [model.identity for model in models], "dtypes": [str(m.model.dtype) for m in models]},
+        size=CHUNK[round_trip.forward.device.type],
         check=lambda record: round_trip.forward.check_input(record.input),
         skip_bad=skip_bad,
         on_done=on_done,

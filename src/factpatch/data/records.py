@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from factpatch.errors import InputError
+from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize, read_jsonl, required_text, text_list
 from factpatch.files import content_hash
 
@@ -55,7 +56,7 @@ class Counts:
     """What became of the records of a file."""
 
     kept: int = 0
-    left_out: int = 0  # neither SUPPORTS nor REFUTES
+    left_out: int = 0  # NOT ENOUGH INFO, where that is no label to learn
     bad: int = 0
     ids: set[str] = field(default_factory=set, repr=False)  # all that were seen, in this file and those before it
 
@@ -70,26 +71,30 @@ def read_records(
     need_answers: bool = False,
     check: Callable[[Record], object] | None = None,
     skip_bad: bool = False,
+    labels: Collection[str] = (),
 ) -> Iterator[Record]:
     """Streams the records of a file, or of `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`.
 
     `check` may raise an InputError for a record that cannot be used; like every bad record it is reported with its
-    line, or passed over and counted with `skip_bad`. Two records with one id are bad too.
+    line, or passed over and counted with `skip_bad`. Two records with one id are bad too. NOT ENOUGH INFO is left out
+    and counted, unless it is one of the `labels`.
     """
     counts = Counts() if counts is None else counts
+    no_fact = NOT_A_FACT.difference(map(normalize, labels))
 
     def parse(raw: dict[str, Any]) -> Record | None:
         record = parse_record(raw, f"record-{counts.read + 1}")
         if record.id in counts.ids:
             raise InputError(f"two records have the id {record.id!r}")
-        counts.ids.add(record.id)
-        if record.answers and normalize(record.answers[0]) in NOT_A_FACT:
+        if record.answers and normalize(record.answers[0]) in no_fact:
+            counts.ids.add(record.id)
             counts.left_out += 1
             return None
         if need_answers and not record.answers:
             raise InputError('expected an answer in "output", found none')
         if check is not None:
             check(record)
+        counts.ids.add(record.id)  # now that it is known to be good; a bad one must not keep a good one out
         counts.kept += 1
         return record
 
@@ -145,11 +150,14 @@ def _parse_kilt(raw: dict[str, Any], default_id: str) -> Record:
     if not isinstance(meta, dict):
         raise InputError(f'expected an object in "meta", found {type(meta).__name__}')
     questions = text_list(meta, "template_questions")
+    if not all(question.strip() for question in questions):
+        raise InputError('expected questions in "template_questions", found an empty one')
     subject, relation = _optional_text(meta, "subject_entity"), _optional_text(meta, "relation")
-    if " [SEP] " in text:  # zsRE as published: "Germany [SEP] capital", its questions in meta
+    if " [SEP] " in text and meta.get("template_questions") is not None:
+        # zsRE as published: "Germany [SEP] capital", its questions in meta. Without them it is a pair of sentences.
         subject, relation = text.split(" [SEP] ", 1)
         if not questions:
-            raise InputError('expected "template_questions" beside an input with [SEP], found none')
+            raise InputError('expected questions in "template_questions" beside an input with [SEP], found none')
         text = questions[0]
     human = dict.fromkeys([*text_list(raw, "human_rephrases"), *questions])
     return Record(
@@ -171,43 +179,81 @@ def _optional_text(record: dict[str, Any], key: str) -> str | None:
 
 def _answers(raw: dict[str, Any]) -> tuple[str, ...]:
     """KILT writes [{"answer": ...}, ...], some entries without an answer; a text or a list of texts will do too."""
-    output = raw.get("output", raw.get("answers"))
+    key = "answers" if raw.get("output") is None else "output"
+    output = raw.get(key)
     if isinstance(output, str):
         output = [output]
     if output is None:
         return ()
     if not isinstance(output, list):
-        raise InputError(f'expected a text or a list in "output", found {type(output).__name__}')
+        raise InputError(f'expected a text or a list in "{key}", found {type(output).__name__}')
     answers = [entry.get("answer") if isinstance(entry, dict) else entry for entry in output]
     if not all(answer is None or isinstance(answer, str) for answer in answers):
-        raise InputError('expected texts as answers in "output"')
+        raise InputError(f'expected texts as answers in "{key}"')
     return tuple(dict.fromkeys(answer.strip() for answer in answers if answer and answer.strip()))
 
 
 def _parse_counterfact(raw: dict[str, Any]) -> Record:
-    try:
-        rewrite = raw["requested_rewrite"]
-        return Record(
-            id=str(raw["case_id"]),
-            input=rewrite["prompt"].replace("{}", rewrite["subject"]),
-            answers=(rewrite["target_true"]["str"].strip(),),
-            human_rephrases=text_list(raw, "paraphrase_prompts"),
-            subject=rewrite["subject"],
-            relation=rewrite.get("relation_id"),
-            alternative=rewrite["target_new"]["str"].strip(),
-            raw=raw,
-        )
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise InputError(f"expected a CounterFact record, found none of its fields {error}") from None
+    """CounterFact's form: a prompt with {} in the subject's place, what is true, and what to say instead."""
+    if raw.get("case_id") is None:
+        raise InputError('expected a CounterFact record with a "case_id", found none')
+    subject = _rewrite_text(raw, "subject")
+    return Record(
+        id=str(raw["case_id"]),
+        input=_rewrite_text(raw, "prompt").replace("{}", subject),
+        answers=(_rewrite_text(raw, "target_true", "str").strip(),),
+        human_rephrases=text_list(raw, "paraphrase_prompts"),
+        subject=subject,
+        relation=_optional_text(raw["requested_rewrite"], "relation_id"),
+        alternative=_rewrite_text(raw, "target_new", "str").strip(),
+        raw=raw,
+    )
 
 
-def count_records(source: str | Path) -> int | None:
-    """How many there are, for progress bars; None where only reading would tell."""
+def _rewrite_text(raw: dict[str, Any], *keys: str) -> str:
+    """A text that a CounterFact record cannot do without."""
+    found: Any = raw["requested_rewrite"]
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(found, str) or not found.strip():
+        place = ".".join(("requested_rewrite", *keys))
+        raise InputError(f'expected a CounterFact record with a text in "{place}", found {json.dumps(found)[:60]}')
+    return found
+
+
+def count_records(source: str | Path, skip_bad: bool = False) -> int | None:
+    """How many there are, for progress bars; None for the hub, where only a download would tell.
+
+    All are read, so that a bad one is named now and not after hours of work. What only a model can tell waits for it:
+    whether it can read a text, and whether NOT ENOUGH INFO is one of its labels.
+    """
     if str(source).startswith("hub:"):
         return None
-    bad: list[str] = []
-    return sum(1 for _ in read_jsonl(source, lambda raw: None, on_bad=bad.append)) + len(bad)
+    _refuse_pipe(source)
+    counts = Counts()
+    for _ in read_records(source, counts, skip_bad=skip_bad, labels=NOT_A_FACT):
+        pass
+    return counts.read
 
 
 def source_hash(source: str | Path) -> str:
-    return str(source) if str(source).startswith("hub:") else content_hash(source)
+    if str(source).startswith("hub:"):
+        return str(source)
+    _refuse_pipe(source)
+    return content_hash(source)
+
+
+def _refuse_pipe(source: str | Path) -> None:
+    """What is hashed or counted is read again afterwards; a pipe is empty by then."""
+    path = Path(source)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise FileError(
+            f"expected a file, as the data is read more than once, found a pipe at {source}; write it to a file first"
+        )
+
+
+def refuse_overwriting(output: str | Path, *sources: str | Path) -> None:
+    """The data must not be lost, under whatever name it is given as the output too."""
+    for source in map(Path, sources):
+        if source.exists() and Path(output).exists() and source.samefile(output):
+            raise FileError(f"expected an output apart from the data, found {output}, which is the data; name another")

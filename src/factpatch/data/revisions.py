@@ -12,7 +12,7 @@ from factpatch.facts import Revision, normalize, read_revisions, same
 from factpatch.models import Classifier, TaskModel
 from factpatch.models.base import Encoded
 
-CHUNK = 4096  # records that are predicted together and written together
+CHUNK = {"cpu": 256, "cuda": 4096}  # records that are predicted together and written together
 
 
 def revise(
@@ -24,22 +24,25 @@ def revise(
 ) -> dict[str, Any]:
     """Writes the revision file of a data file, and says what is in it. A killed run is taken up where it stopped."""
 
+    labels = model.labels if isinstance(model, Classifier) else ()
+
     def check(record: Record) -> None:
         model.check_input(record.input)
-        if isinstance(model, Classifier):
-            for answer in record.answers:
-                model.check_target(answer)
+        wanted = [record.alternative] if record.alternative else []
+        for target in (*wanted, *record.answers) if labels else wanted:
+            model.check_target(target)
 
     counts = write_in_chunks(
         source,
         output,
         lambda chunk: (chunk, encode_records(model, chunk)),
         lambda read: [revision.to_json() for revision in revise_records(model, *read)],
-        settings={"model": model.fingerprint, "dtype": str(model.model.dtype)},
-        size=CHUNK,
+        settings={"model": model.identity, "dtype": str(model.model.dtype)},
+        size=CHUNK[model.device.type],
         check=check,
         skip_bad=skip_bad,
         on_done=on_done,
+        labels=labels,
     )
     return {**_summary(output), "records": counts.read, "left_out": counts.left_out, "bad": counts.bad}
 

@@ -27,7 +27,9 @@ class EditorConfig:
 
     def __post_init__(self) -> None:
         wrong = [
-            f"{k}={getattr(self, k)}" for k in ("width", "bottleneck", "lstm", "max_scale") if getattr(self, k) <= 0
+            f"{k}={getattr(self, k)}"
+            for k in ("width", "bottleneck", "lstm", "max_scale")
+            if not 0 < getattr(self, k) < float("inf")
         ]
         if wrong:
             raise InputError(f"expected editor sizes above 0, found {', '.join(wrong)}")

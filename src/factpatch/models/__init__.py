@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from factpatch import world
 from factpatch.device import find_device
 from factpatch.errors import ModelError
+from factpatch.facts import normalize
 from factpatch.models.base import Rows, TaskModel
 from factpatch.models.classifier import Classifier
 from factpatch.models.layers import editable_layers
@@ -48,7 +49,8 @@ def load_model(
         config = AutoConfig.from_pretrained(source, local_files_only=local)
         kind = TASKS[task] if task else kind_of(config)
         config.dtype = None  # the weights' own precision, whatever the config says of it
-        if labels:
+        own = sorted(normalize(str(label)) for label in (config.id2label or {}).values())
+        if labels and own != sorted(map(normalize, labels)):  # or the head knows them, in an order of its own
             config.id2label = dict(enumerate(labels))
             config.label2id = {label: i for i, label in enumerate(labels)}
         for key in DROPOUTS if dropout is not None else ():

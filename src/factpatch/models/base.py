@@ -105,7 +105,12 @@ class TaskModel(ABC):
     def write_to(self, folder: Path) -> None:
         """The same into a folder that is there."""
         self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        try:
+            self.tokenizer.save_pretrained(folder)
+        except Exception as error:  # tokenizers, in Rust, has no other kind
+            if "os error" not in str(error):
+                raise
+            raise OSError(str(error)) from error
 
     # What each kind of model answers
 
@@ -218,6 +223,8 @@ class TaskModel(ABC):
         """Each text as the model's inputs, not yet padded; `limit` cuts long ones."""
         if not texts:
             return []
+        if limit is not None and limit <= (special := self.tokenizer.num_special_tokens_to_add()):
+            raise InputError(f"max_tokens={limit} leaves no room for a text beside {special} special tokens; raise it")
         return _encode(self.tokenizer, texts, limit) if self.tokenizer.is_fast else self._encode_shared(texts, limit)
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:

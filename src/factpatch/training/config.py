@@ -130,6 +130,15 @@ def _problems(config: TrainConfig) -> list[str]:
         for key in ("label_smoothing", "anneal_above")
         if not 0 <= values[key] < 1
     ]
+    problems += [
+        f"{margin}={values[margin]} must not be below {margin}_floor={values[floor]}"
+        for margin, floor in (("margin", "margin_floor"), ("lp_margin", "lp_margin_floor"))
+        if values[margin] < values[floor]
+    ]
+    if config.holdout < 2:
+        problems.append(f"holdout={config.holdout} must be at least 2")
+    if config.seed >= 2**63:
+        problems.append(f"seed={config.seed} must be below 2**63")
     if not config.margin_factor < 1:
         problems.append(f"margin_factor={config.margin_factor} must be below 1")
     needed = 1 + config.paraphrases_a_step + (config.candidates if config.constraint in ("kl", "both") else 0)

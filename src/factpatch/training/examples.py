@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,10 @@ def hold_out(facts: Sequence[T], size: int, seed: int) -> tuple[list[T], list[T]
     revisions. So editors are chosen on what their model was not told, as what they will be used on.
     """
     if not 0 < size < len(facts):
-        raise InputError(f"expected at least 10 records to train on, and more than are held out, found {len(facts)}")
+        raise InputError(
+            f"expected at least 10 records, and more than the {size} that are held out, found {len(facts)}; bring more"
+            " or hold fewer out"
+        )
     order = sorted(facts, key=lambda fact: hashlib.sha256(f"{seed}/{fact.id}".encode(errors="replace")).digest())
     return order[:size], order[size:]
 
@@ -55,17 +58,19 @@ def batches_from(examples: list[Example], size: int, seed: int, step: int) -> It
 
 
 def read_answered(
-    source: str | Path, skip_bad: bool, labels: Sequence[str] | None = None
+    source: str | Path,
+    skip_bad: bool,
+    labels: Sequence[str] | None = None,
+    check: Callable[[Record], object] = lambda record: None,
 ) -> tuple[list[Record], Counts]:
-    """All records with answers; where labels are given, with one of them."""
+    """All records with answers; where labels are given, with one of them. `check` raises where a record is bad."""
     counts = Counts()
     known = set(map(normalize, labels or ()))
 
-    def check(record: Record) -> None:
+    def check_all(record: Record) -> None:
         if known and normalize(record.answers[0]) not in known:
             raise InputError(f"expected a label out of {', '.join(labels or ())}, found {record.answers[0]!r}")
+        check(record)
 
-    records = [
-        replace(r, raw={}) for r in read_records(source, counts, need_answers=True, check=check, skip_bad=skip_bad)
-    ]
-    return records, counts
+    found = read_records(source, counts, need_answers=True, check=check_all, skip_bad=skip_bad, labels=labels or ())
+    return [replace(record, raw={}) for record in found], counts

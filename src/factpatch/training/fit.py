@@ -20,7 +20,7 @@ from factpatch.errors import InputError, TrainingError
 from factpatch.facts import normalize
 from factpatch.files import files_into
 from factpatch.metrics import accuracy
-from factpatch.models import Seq2Seq, TaskModel, load_model
+from factpatch.models import Classifier, Seq2Seq, TaskModel, load_model
 from factpatch.models.seq2seq import MAX_ANSWER_TOKENS
 from factpatch.training.checkpoint import (
     has_checkpoint,
@@ -68,6 +68,8 @@ class FitConfig:
             problems.append(f"checkpoint_seconds={self.checkpoint_seconds} must not be below 0")
         if self.task not in ("classify", "answer"):
             problems.append(f"task={self.task} must be classify or answer")
+        if self.lr > 1:
+            problems.append(f"lr={self.lr} must be at most 1")
         if self.dropout is not None and not 0 <= self.dropout < 1:
             problems.append(f"dropout={self.dropout} must be at least 0 and below 1")
         if problems:
@@ -113,18 +115,18 @@ class Fit:
             "train": source_hash(train),
             "valid": source_hash(valid) if valid else None,
         }
-        records, counts = read_answered(train, skip_bad, labels=config.labels)
         labels = None
         if config.task == "classify":
-            spellings = {normalize(record.answers[0]): record.answers[0] for record in reversed(records)}
-            labels = sorted(config.labels or spellings.values())
-        if labels and not 2 <= len(labels) <= 100:
-            raise InputError(
-                f"expected 2 to 100 labels in {train}, found {len(labels)}; for free answers use --task answer"
-            )
-        self.accelerator = accelerator_on(find_device(self.device))
-        self.model = load_model(self.model_name, self.device, torch.float32, config.task, labels, config.dropout)
-        self.model.model.to(self.accelerator.device)
+            records, counts = read_answered(train, skip_bad, config.labels)
+            labels = sorted(config.labels or _labels_of(records))
+            if not 2 <= len(labels) <= 100:
+                raise InputError(
+                    f"expected 2 to 100 labels in {train}, found {len(labels)}; for free answers use --task answer"
+                )
+            self._load(labels)
+        else:
+            self._load(None)
+            records, counts = read_answered(train, skip_bad, check=self._check_answer)
         dev_records, dev_counts = read_answered(dev, skip_bad, labels) if dev else ([], Counts())
         valid_counts = Counts()
         if valid:
@@ -151,7 +153,7 @@ class Fit:
             "records": counts.read,
             "examples": len(examples),
             "dev_records": len(dev_records),
-            "labels": labels,
+            "labels": list(self.model.labels) if isinstance(self.model, Classifier) else None,
             "left_out": counts.left_out + dev_counts.left_out + valid_counts.left_out,
             "bad": counts.bad + dev_counts.bad + valid_counts.bad,
             "seconds": seconds,
@@ -159,6 +161,12 @@ class Fit:
         if self.accelerator.is_main_process:
             self._save(result)
         return result
+
+    def _load(self, labels: list[str] | None) -> None:
+        config = self.config
+        self.accelerator = accelerator_on(find_device(self.device))
+        self.model = load_model(self.model_name, self.device, torch.float32, config.task, labels, config.dropout)
+        self.model.model.to(self.accelerator.device)
 
     # The loop
 
@@ -232,11 +240,13 @@ class Fit:
             there = f"the last good checkpoint is in {self.folder.checkpoint}: go on from it with --resume"
             anew = "start anew, in another folder"
             raise TrainingError(
-                f"the loss is not finite any more, at step {self.step} or shortly before; "
+                f"loss or weights are not finite any more, at step {self.step} or shortly before; "
                 f"{there if has_checkpoint(self.folder.checkpoint) else anew}, and a lower --lr"
             )
 
     def _validate(self, held_out: list[Record], loss: float) -> float:
+        weights = [parameter.isfinite().all() for parameter in self.model.model.parameters()]
+        self._check_finite(loss if torch.stack(weights).all() else math.nan)
         score = self._score(held_out)
         if as_good(score, [record["held_out"] for record in self.metrics], len(held_out)):
             self.best_score, self.best_step, self.best = score, self.step, copy_of(self.model.model)
@@ -266,16 +276,12 @@ class Fit:
         limit = min(self.config.max_tokens, self.model.max_input_tokens)
         encoded = self.model.encode([text for text, _ in pairs], limit)
         targets = self.model.encode_targets([target for _, target in pairs])
-        self._check_lengths(pairs, targets)
         return [Example(*pair) for pair in zip(encoded, targets, strict=True)]
 
-    def _check_lengths(self, pairs: Sequence[tuple[str, str]], targets: Sequence[Any]) -> None:
-        for (text, _), target in zip(pairs, targets, strict=True):
-            if isinstance(target, list) and len(target) > self.model.max_input_tokens:
-                raise InputError(
-                    f"the model can say {self.model.max_input_tokens} tokens, the answer to {text[:60]!r} has "
-                    f"{len(target)}; shorten it, or leave it out"
-                )
+    def _check_answer(self, record: Record) -> None:
+        tokens, most = len(self.model.encode_targets(record.answers[:1])[0]), self.model.max_input_tokens
+        if tokens > most:
+            raise InputError(f"the model can say {most} tokens, this answer has {tokens}; shorten it, or leave it out")
 
     def _set_answer_length(self, examples: Sequence[Example]) -> None:
         """The model may say as much as its longest answer; its folder will say so, and how it searches."""
@@ -334,6 +340,17 @@ class Fit:
             (scratch / "fit.json").write_text(json.dumps(about, indent=2) + "\n")
             (scratch / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
         self.folder.remove_checkpoint()
+
+
+def _labels_of(records: Sequence[Record]) -> list[str]:
+    """Each label as it is first written; how it is capitalised does not matter."""
+    spellings: dict[str, str] = {}
+    for record in records:
+        label = record.answers[0]
+        first = spellings.setdefault(normalize(label), label)
+        if label.casefold().split() != first.casefold().split():
+            raise InputError(f"labels must differ by more than punctuation, found {first!r} and {label!r}; rename one")
+    return list(spellings.values())
 
 
 def summed_loss(model: TaskModel, examples: Sequence[Example], config: FitConfig) -> Tensor:

@@ -24,10 +24,14 @@ class RunFolder:
     def __init__(self, output: str | Path, resume: bool):
         self.path = Path(output)
         self.checkpoint = self.path / "checkpoint"
-        if resume and not has_checkpoint(self.checkpoint):
-            raise FileError(f"nothing to resume: expected a checkpoint in {self.checkpoint}; start without --resume")
+        stopped = has_checkpoint(self.checkpoint)
+        if resume and not stopped:
+            done = "the run there is done, so choose another --output"
+            advice = done if self._in_use() else "start without --resume"
+            raise FileError(f"nothing to resume: expected a checkpoint in {self.checkpoint}; {advice}")
         if not resume and self._in_use():
-            raise FileError(f"{self.path} is in use; go on with its run by --resume, or choose another --output")
+            advice = "go on with its run by --resume, or choose" if stopped else "choose"
+            raise FileError(f"{self.path} is in use; {advice} another --output")
         check_writable(self.path)
 
     def _in_use(self) -> bool:

@@ -97,7 +97,8 @@ class RevisionTable:
         self.alternatives = _Ragged([targets[text] for text in wanted_of] for wanted_of in wanted)
         self.paraphrases = _Ragged([numbered[text] for text in self._paraphrases(r)] for r in revisions)
         self.kept = _Ragged(
-            [targets[text] for text in (r.prediction, *r.alternatives)[: config.candidates]] for r in revisions
+            [targets[text] for text in (r.prediction, *wanted_of)[: config.candidates]]
+            for r, wanted_of in zip(revisions, wanted, strict=True)
         )
         self.conditions = _Ragged(
             [facts[condition_text(FactEdit(r.input, text, r.prediction))] for text in wanted_of]

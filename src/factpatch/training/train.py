@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class Train:
             there = len(revisions)
             size = min(self.config.holdout, there // 10)
             if size < 2:
-                raise InputError(f"too few revisions to hold some out: found {there}, need 20; or give --valid")
+                raise InputError(f"too few revisions to hold a tenth out: found {there}, need 20; or give --valid")
             self.held_out, revisions = hold_out(revisions, size, self.config.seed)
         with tensor_core_products():  # as they will be measured
             self.held_out = from_first(predicted_now(self.judge, self.held_out))
@@ -159,16 +159,19 @@ class Train:
         config = self.config
         self._start_window()
         self.clock = Clock(config.steps, config.minutes, self._take_up() if self.resume else 0.0)
-        if config.tracker:
-            self.accelerator.init_trackers("factpatch", config_to_json(config))
         done, _ = agree(self.accelerator, self.clock.share(self.step), False)
         validated = int(done * config.validations)
         if not self.resume:
             self._checkpoint()
             self._write_run_files()
+        if config.tracker:
+            simple = {
+                key: value if isinstance(value, int | float) else str(value) for key, value in asdict(config).items()
+            }
+            self.accelerator.init_trackers("factpatch", simple)
         told = saved = time.perf_counter()
         with stop_signals() as asked_to_stop:
-            while done < 1:
+            while done < 1 or self.step == 0:
                 middle = min(1.0, done + 0.5 / config.steps)
                 warmup = min(0.1, config.warmup / config.steps)
                 self.optimizer.param_groups[0]["lr"] = config.lr * schedule(middle, warmup, config.schedule)
@@ -229,10 +232,11 @@ class Train:
         """Means since the last validation: of the loss, each constraint, the gradient's norm."""
         if self.window_steps:
             self.means = (self.window / self.window_steps).tolist()
-            if not all(map(math.isfinite, self.means)):
+            weights = torch.stack([parameter.isfinite().all() for parameter in self.editor.parameters()])
+            if not all(map(math.isfinite, self.means)) or not weights.all():
                 raise TrainingError(
-                    f"the loss is not finite any more, at step {self.step} or shortly before; the last good checkpoint "
-                    f"is in {self.folder.checkpoint}: go on from it with --resume and a lower lr, or with clip set"
+                    f"loss or weights are not finite any more, at step {self.step} or shortly before; the last good "
+                    f"checkpoint is in {self.folder.checkpoint}: go on from it with --resume and a lower lr, or clip"
                 )
         return self.means
 
