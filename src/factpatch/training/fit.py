@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,24 +15,22 @@ from torch.nn import functional as F
 
 from factpatch.data.records import Counts, Record, source_hash
 from factpatch.device import accelerator_on, find_device, no_cudnn_attention, onto, surroundings
-from factpatch.errors import InputError, TrainingError
+from factpatch.errors import InputError
 from factpatch.facts import normalize
 from factpatch.files import files_into
 from factpatch.metrics import accuracy
 from factpatch.models import Classifier, Seq2Seq, TaskModel, load_model
 from factpatch.models.seq2seq import MAX_ANSWER_TOKENS
 from factpatch.training.checkpoint import (
-    has_checkpoint,
     load_checkpoint,
     optimizer_tensors,
     random_state,
     restore_optimizer,
     restore_random_state,
     save_checkpoint,
-    stop_signals,
 )
 from factpatch.training.examples import Example, batches_from, hold_out, read_answered
-from factpatch.training.run import Clock, RunFolder, agree, as_good, copy_of, schedule, sum_gradients
+from factpatch.training.run import Clock, Run, as_good, copy_of, schedule, sum_gradients
 
 
 @dataclass(frozen=True)
@@ -86,18 +83,16 @@ class Status:
     score: float | None  # of the held-out slice, at the last validation
 
 
-class Fit:
+class Fit(Run):
     """One fine-tuning run in one folder."""
 
     def __init__(
         self, config: FitConfig, model_name: str, output: str | Path, resume: bool = False, device: str | None = None
     ):
+        super().__init__(output, resume)
         self.config = config
         self.model_name = model_name
-        self.folder = RunFolder(output, resume)
-        self.resume = resume
         self.device = device
-        self.metrics: list[dict[str, Any]] = []
 
     def run(
         self,
@@ -109,6 +104,7 @@ class Fit:
     ) -> dict[str, Any]:
         """Trains, keeps the weights that are best on a slice held out of train, or on `valid`; measures them on dev."""
         config = self.config
+        self.watch = watch
         torch.manual_seed(config.seed)
         self.identity = {
             "model_name": self.model_name,
@@ -130,19 +126,16 @@ class Fit:
         dev_records, dev_counts = read_answered(dev, skip_bad, labels) if dev else ([], Counts())
         valid_counts = Counts()
         if valid:
-            (held_out, valid_counts), kept = read_answered(valid, skip_bad, labels), records
+            (self.held_out, valid_counts), kept = read_answered(valid, skip_bad, labels), records
         else:
-            held_out, kept = hold_out(
+            self.held_out, kept = hold_out(
                 records, config.holdout or min(1000 if labels else 500, len(records) // 10), config.seed
             )
         examples = self._examples(kept)
         if config.task == "answer":
             self._set_answer_length(examples)
 
-        if not self._train(examples, held_out, watch):
-            raise TrainingError(
-                f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}"
-            )
+        self._train(examples)
         seconds = self.clock.seconds()
         name = "accuracy" if config.task == "classify" else "exact_match"
         result: dict[str, Any] = {
@@ -170,88 +163,64 @@ class Fit:
 
     # The loop
 
-    def _train(self, examples: list[Example], held_out: list[Record], watch: Callable[[Status], object]) -> bool:
-        """False where it was asked to stop before the end."""
+    def _train(self, examples: list[Example]) -> None:
+        """Leaves the model with the best weights."""
         config = self.config
         network = self.model.model.requires_grad_(True)
         on_gpu = self.accelerator.device.type == "cuda"
-        optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             network.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=on_gpu
         )
         per_epoch = -(-len(examples) // config.batch)
         total = config.steps or max(1, round(config.epochs * per_epoch))
-        self.step, self.best_step, self.best_score = 0, 0, -1.0
+        self.best_score = -1.0
         self.best = copy_of(network)
-        earlier, score = self._take_up(optimizer) if self.resume else (0.0, None)
-        self.clock = Clock(total, config.minutes, earlier)
-        saved = time.perf_counter()
-        loss = torch.zeros(())
-        done, _ = agree(self.accelerator, self.clock.share(self.step), False)
-        validated = int(done * config.validations)
-        with stop_signals() as asked_to_stop:
-            for batch in batches_from(examples, config.batch, config.seed, self.step):
-                if done >= 1:
-                    break
-                for group in optimizer.param_groups:
-                    group["lr"] = config.lr * schedule(min(1.0, done + 0.5 / total), min(0.1, config.warmup / total))
-                loss = self._step(batch, optimizer)
-                self.step += 1
-                done, stop = agree(self.accelerator, self.clock.share(self.step), asked_to_stop.is_set())
-                due = int(done * config.validations) > validated or done >= 1
-                overdue = time.perf_counter() - saved >= config.checkpoint_seconds
-                look = due or self.step % 10 == 0
-                if look or stop or overdue:
-                    self._check_finite(float(loss))
-                if due:
-                    validated = int(done * config.validations)
-                    score = self._validate(held_out, float(loss))
-                if look:
-                    watch(Status(self.step, done, float(loss), score))
-                if stop or overdue:
-                    self._checkpoint(optimizer)
-                    saved = time.perf_counter()
-                if stop:
-                    return False
+        self.loss = torch.zeros(())
+        self.clock = Clock(total, config.minutes, self._take_up() if self.resume else 0.0)
+        self.batches = batches_from(examples, config.batch, config.seed, self.step)
+        self._loop(config.validations, config.checkpoint_seconds)
         network.load_state_dict(self.best)
         network.eval().requires_grad_(False)
-        return True
 
     @no_cudnn_attention()
-    def _step(self, batch: list[Example], optimizer: torch.optim.Optimizer) -> Tensor:
-        """One update. Each process takes its share of the batch; summed gradients are those of the whole."""
+    def _update(self, share: float) -> None:
+        """Each process takes its share of the batch; summed gradients are those of the whole."""
+        config, total = self.config, self.clock.steps
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.lr * schedule(min(1.0, share + 0.5 / total), min(0.1, config.warmup / total))
         self.model.model.train()
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        batch = next(self.batches)
         mine = batch[rank::world]
-        optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.accelerator.device)
         if mine:
             with self._mixed_precision():
-                loss = summed_loss(self.model, mine, self.config)
-            loss = loss / (len(batch) if self.config.task == "classify" else sum(len(e.target) for e in batch))
+                loss = summed_loss(self.model, mine, config)
+            loss = loss / (len(batch) if config.task == "classify" else sum(len(e.target) for e in batch))
             loss.backward()
         sum_gradients(self.accelerator, self.model.model.parameters())
         if world > 1:
             loss = self.accelerator.reduce(loss.detach(), "sum")  # type: ignore[assignment] (a tensor in, a tensor out)
-        optimizer.step()
-        return loss.detach()
+        self.optimizer.step()
+        self.loss = loss.detach()
 
-    def _check_finite(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            there = f"the last good checkpoint is in {self.folder.checkpoint}: go on from it with --resume"
-            anew = "start anew, in another folder"
-            raise TrainingError(
-                f"loss or weights are not finite any more, at step {self.step} or shortly before; "
-                f"{there if has_checkpoint(self.folder.checkpoint) else anew}, and a lower --lr"
-            )
+    def _look(self) -> float:
+        """The last step's loss."""
+        loss = float(self.loss)
+        self._check_finite([loss], self.model.model)
+        return loss
 
-    def _validate(self, held_out: list[Record], loss: float) -> float:
-        weights = [parameter.isfinite().all() for parameter in self.model.model.parameters()]
-        self._check_finite(loss if torch.stack(weights).all() else math.nan)
-        score = self._score(held_out)
-        if as_good(score, [record["held_out"] for record in self.metrics], len(held_out)):
+    def _tell(self, share: float) -> None:
+        score = self.metrics[-1]["held_out"] if self.metrics else None
+        self.watch(Status(self.step, share, self._look(), score))
+
+    def _validate(self, number: int) -> None:
+        loss = self._look()
+        score = self._score(self.held_out)
+        if as_good(score, [record["held_out"] for record in self.metrics], len(self.held_out)):
             self.best_score, self.best_step, self.best = score, self.step, copy_of(self.model.model)
         self.metrics.append({"step": self.step, "loss": loss, "held_out": score, "seconds": self.clock.seconds()})
-        return score
 
     def _score(self, records: Sequence[Record]) -> float:
         self.model.model.eval()
@@ -293,13 +262,14 @@ class Fit:
 
     # Files
 
-    def _checkpoint(self, optimizer: torch.optim.Optimizer) -> None:
+    def _checkpoint(self) -> None:
         if not self.accelerator.is_main_process:
             return
+        self._look()
         tensors = {
             "model": copy_of(self.model.model),
             "best": self.best,
-            "optimizer": optimizer_tensors(optimizer),
+            "optimizer": optimizer_tensors(self.optimizer),
             "random": random_state(),
         }
         numbers = {
@@ -313,8 +283,8 @@ class Fit:
         }
         save_checkpoint(self.folder.checkpoint, self.step, tensors, numbers)
 
-    def _take_up(self, optimizer: torch.optim.Optimizer) -> tuple[float, float | None]:
-        """Everything as it was at the checkpoint; the seconds spent by then, and the last held-out score."""
+    def _take_up(self) -> float:
+        """Everything as it was at the checkpoint; the seconds spent by then."""
         if self.accelerator.is_main_process:
             self.folder.sweep()
         tensors, numbers = load_checkpoint(self.folder.checkpoint)
@@ -325,11 +295,11 @@ class Fit:
         network = self.model.model
         network.load_state_dict(tensors["model"])
         self.best = {k: v.to(network.device) for k, v in tensors["best"].items()}
-        restore_optimizer(optimizer, tensors["optimizer"])
+        restore_optimizer(self.optimizer, tensors["optimizer"])
         restore_random_state(tensors["random"])
         self.step, self.best_step = numbers["step"], numbers["best_step"]
         self.best_score, self.metrics = numbers["best_score"], numbers["metrics"]
-        return numbers["seconds"], self.metrics[-1]["held_out"] if self.metrics else None
+        return numbers["seconds"]
 
     def _save(self, result: dict[str, Any]) -> None:
         where = surroundings(self.accelerator.device)

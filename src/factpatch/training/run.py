@@ -1,10 +1,11 @@
-"""What every training run has: a folder, a clock, a schedule, and processes that agree."""
+"""What every training run has: a folder, a clock, a loop, a schedule, and processes that agree."""
 
 from __future__ import annotations
 
 import math
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from factpatch.errors import FileError, InputError
+from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.files import check_writable
-from factpatch.training.checkpoint import has_checkpoint
+from factpatch.training.checkpoint import has_checkpoint, stop_signals
+
+TELL_SECONDS = 0.5  # between two looks at a run's figures; each look waits for the device
 
 
 class RunFolder:
@@ -80,6 +83,70 @@ class Clock:
     def left(self, share: float) -> float | None:
         """An estimate of the seconds that remain."""
         return self.seconds() * (1 - share) / share if share > 0 else None
+
+
+class Run(ABC):
+    """The loop of a run: update, validate, tell, checkpoint, and stop when asked to."""
+
+    accelerator: Accelerator
+    clock: Clock
+
+    def __init__(self, output: str | Path, resume: bool):
+        self.folder = RunFolder(output, resume)
+        self.resume = resume
+        self.step, self.best_step = 0, 0
+        self.metrics: list[dict[str, Any]] = []  # a record for each validation
+
+    @abstractmethod
+    def _update(self, share: float) -> None:
+        """One step, when this share of the run is done."""
+
+    @abstractmethod
+    def _validate(self, number: int) -> None:
+        """Measures what is held out, and keeps the best."""
+
+    @abstractmethod
+    def _tell(self, share: float) -> None:
+        """Shows where the run stands."""
+
+    @abstractmethod
+    def _checkpoint(self) -> None:
+        """Writes all that a resumed run needs."""
+
+    def _loop(self, validations: int, checkpoint_seconds: float) -> None:
+        """To the end; or until asked to stop, which is an error to whoever waits for the result."""
+        done, _ = agree(self.accelerator, self.clock.share(self.step), False)
+        validated = int(done * validations)
+        told = saved = time.perf_counter()
+        with stop_signals() as asked_to_stop:
+            while done < 1 or self.step == 0:
+                self._update(done)
+                self.step += 1
+                done, stop = agree(self.accelerator, self.clock.share(self.step), asked_to_stop.is_set())
+                due = int(done * validations) > validated or done >= 1
+                now = time.perf_counter()
+                if due:
+                    validated = int(done * validations)
+                    self._validate(validated)
+                # Only one process looks, as a look may find that the run is lost; all of them do so at a validation.
+                if self.accelerator.is_main_process and (due or now - told > TELL_SECONDS):
+                    self._tell(done)
+                    told = now
+                if stop or now - saved >= checkpoint_seconds:
+                    self._checkpoint()
+                    saved = time.perf_counter()
+                if stop:
+                    raise TrainingError(
+                        f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}"
+                    )
+
+    def _check_finite(self, figures: Iterable[float], network: nn.Module) -> None:
+        weights = torch.stack([parameter.isfinite().all() for parameter in network.parameters()])
+        if all(map(math.isfinite, figures)) and weights.all():
+            return
+        saved = f"the last good checkpoint is in {self.folder.checkpoint}: go on from it with --resume and a lower lr"
+        advice = saved if has_checkpoint(self.folder.checkpoint) else "start anew with a lower lr"
+        raise TrainingError(f"loss or weights are not finite any more, at step {self.step} or shortly before; {advice}")
 
 
 def schedule(share: float, warmup: float, kind: str = "linear") -> float:

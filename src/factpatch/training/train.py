@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,17 +30,15 @@ from factpatch.training.checkpoint import (
     optimizer_tensors,
     restore_optimizer,
     save_checkpoint,
-    stop_signals,
 )
 from factpatch.training.config import TrainConfig, config_from_json, config_to_json
 from factpatch.training.examples import hold_out
 from factpatch.training.objective import Objective, doubts, unedited_outputs
-from factpatch.training.run import Clock, RunFolder, agree, as_good, copy_of, schedule
+from factpatch.training.run import Clock, Run, as_good, copy_of, schedule
 from factpatch.training.step import Learner
-from factpatch.training.table import Plan, RevisionTable
+from factpatch.training.table import RevisionTable
 
 FINAL_EDITS, FINAL_INPUTS = 200, 200  # of the held-out slice, that the best editor is measured on at the end
-TELL_SECONDS = 0.5  # between two looks at a run's figures; each look waits for the device
 FREE_TO_CHANGE = ("checkpoint_seconds", "tracker", "split", "lr", "clip", "graphs")  # between a run and its resumption
 
 
@@ -58,13 +55,12 @@ class Status:
     validation: dict[str, Any]  # the last one's figures
 
 
-class Train:
+class Train(Run):
     """One run in one folder."""
 
     def __init__(self, config: TrainConfig, model: TaskModel, output: str | Path, resume: bool = False):
+        super().__init__(output, resume)
         self.config = config
-        self.folder = RunFolder(output, resume)
-        self.resume = resume
         if config.tracker and config.tracker not in map(str, get_available_trackers()):
             raise InputError(f"the tracker {config.tracker!r} is not there; install it, or leave tracker out")
         self.accelerator = accelerator_on(model.device, log_with=config.tracker, project_dir=str(self.folder.path))
@@ -77,9 +73,7 @@ class Train:
         self.editor = HyperNetwork.for_model(model, config.editor, config.layers)
         self.parts = config.split
         self.told_why = False
-        self.step, self.best_step = 0, 0
         self.best = copy_of(self.editor)
-        self.metrics: list[dict[str, Any]] = []
         self.means = [math.nan] * (2 + len(config.constraints))
 
     def run(
@@ -92,7 +86,7 @@ class Train:
         on_prepared: Callable[[float], object] = lambda share: None,
     ) -> dict[str, Any]:
         """Trains, and keeps the last editor and the one that is best on revisions held out of train, or on `valid`."""
-        self.say = say
+        self.say, self.watch = say, watch
         self.train_hash = source_hash(train)
         self.valid_hash = source_hash(valid) if valid else None
         bad: list[str] = []
@@ -117,17 +111,14 @@ class Train:
                     f"{source}: expected revisions with alternatives {name}, found none; make them with revise"
                 )
         predicted_now(self.model, revisions[:64])  # or they are another model's
-        table = RevisionTable(self.model, revisions, self.config)
+        self.table = table = RevisionTable(self.model, revisions, self.config)
         unedited = unedited_outputs(self.model, table, on_prepared)
         if self.config.others == "unsure" and self.config.others_a_step:
             table.prefer(from_first(doubts(self.model, table, unedited, on_prepared)))
         objective = Objective(self.model, self.config, unedited)
         self.learner = Learner(self.editor, self.config, objective, self.accelerator)
         self.lagrangian, self.optimizer = self.learner.lagrangian, self.learner.optimizer
-        if not self._train(table, watch):
-            raise TrainingError(
-                f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}"
-            )
+        self._train()
 
         seconds = self.clock.seconds()
         last = copy_of(self.editor)
@@ -154,13 +145,10 @@ class Train:
 
     # The loop
 
-    def _train(self, table: RevisionTable, watch: Callable[[Status], object]) -> bool:
-        """False where it was asked to stop before the end."""
+    def _train(self) -> None:
         config = self.config
         self._start_window()
         self.clock = Clock(config.steps, config.minutes, self._take_up() if self.resume else 0.0)
-        done, _ = agree(self.accelerator, self.clock.share(self.step), False)
-        validated = int(done * config.validations)
         if not self.resume:
             self._checkpoint()
             self._write_run_files()
@@ -169,34 +157,14 @@ class Train:
                 key: value if isinstance(value, int | float) else str(value) for key, value in asdict(config).items()
             }
             self.accelerator.init_trackers("factpatch", simple)
-        told = saved = time.perf_counter()
-        with stop_signals() as asked_to_stop:
-            while done < 1 or self.step == 0:
-                middle = min(1.0, done + 0.5 / config.steps)
-                warmup = min(0.1, config.warmup / config.steps)
-                self.optimizer.param_groups[0]["lr"] = config.lr * schedule(middle, warmup, config.schedule)
-                self._step(table, table.plan(self.step))
-                self.step += 1
-                done, stop = agree(self.accelerator, self.clock.share(self.step), asked_to_stop.is_set())
-                due = int(done * config.validations) > validated or done >= 1
-                now = time.perf_counter()
-                overdue = now - saved >= config.checkpoint_seconds
-                if due:
-                    validated = int(done * config.validations)
-                    self._validate(validated)
-                # Only one process looks, as a look may find that the run is lost; all of them do so at a validation.
-                if self.accelerator.is_main_process and (due or now - told > TELL_SECONDS):
-                    watch(self._status(done))
-                    told = now
-                if stop or overdue:
-                    self._checkpoint()
-                    saved = time.perf_counter()
-                if stop:
-                    return False
-        return True
+        self._loop(config.validations, config.checkpoint_seconds)
 
-    def _step(self, table: RevisionTable, plan: Plan) -> None:
-        """One update. Each process takes its share of the edits; a share that does not fit is run in parts."""
+    def _update(self, share: float) -> None:
+        """Each process takes its share of the edits; a share that does not fit is run in parts."""
+        config, table = self.config, self.table
+        rate = schedule(min(1.0, share + 0.5 / config.steps), min(0.1, config.warmup / config.steps), config.schedule)
+        self.optimizer.param_groups[0]["lr"] = config.lr * rate
+        plan = table.plan(self.step)
         mine = plan.part(self.accelerator.process_index, self.accelerator.num_processes)
         while True:
             parts = [part for i in range(self.parts) if len(part := mine.part(i, self.parts))]
@@ -232,26 +200,21 @@ class Train:
         """Means since the last validation: of the loss, each constraint, the gradient's norm."""
         if self.window_steps:
             self.means = (self.window / self.window_steps).tolist()
-            weights = torch.stack([parameter.isfinite().all() for parameter in self.editor.parameters()])
-            if not all(map(math.isfinite, self.means)) or not weights.all():
-                raise TrainingError(
-                    f"loss or weights are not finite any more, at step {self.step} or shortly before; the last good "
-                    f"checkpoint is in {self.folder.checkpoint}: go on from it with --resume and a lower lr, or clip"
-                )
+            self._check_finite(self.means, self.editor)
         return self.means
 
-    def _status(self, share: float) -> Status:
+    def _tell(self, share: float) -> None:
         loss, *values, _ = self._look()
-        validation = self.metrics[-1] if self.metrics else {}
-        return Status(
+        status = Status(
             self.step,
             share,
             self.clock.left(share),
             self.step * self.config.edits / self.clock.seconds(),
             loss,
             self.lagrangian.describe(values),
-            validation,
+            validation=self.metrics[-1] if self.metrics else {},
         )
+        self.watch(status)
 
     # Choosing the best
 
