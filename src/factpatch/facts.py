@@ -2,18 +2,26 @@
 
 import codecs
 import gzip
+import hashlib
 import json
 import unicodedata
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from factpatch.errors import FileError, InputError
 
+
+class HasId(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
 T = TypeVar("T")
+Numbered = TypeVar("Numbered", bound=HasId)
 
 GZIP = b"\x1f\x8b"  # what gzipped files begin with
 
@@ -173,6 +181,11 @@ def _has_lone_surrogates(record: dict[str, Any]) -> bool:
     except UnicodeEncodeError:
         return True
     return False
+
+
+def by_lot(facts: Iterable[Numbered], seed: int) -> list[Numbered]:
+    """In an order that the seed and each one's id decide, whatever else is in the file."""
+    return sorted(facts, key=lambda fact: hashlib.sha256(f"{seed}/{fact.id}".encode(errors="replace")).digest())
 
 
 def text_list(record: dict[str, Any], key: str) -> tuple[str, ...]:

@@ -48,7 +48,8 @@ def evaluate(
         bool, typer.Option("--select", help="Choose the block and the bound on other revisions; see --valid.")
     ] = False,
     valid: Annotated[
-        str | None, typer.Option(help="Revisions to choose on. Those of --data that are not edited, if left out.")
+        str | None,
+        typer.Option(help="Revisions to choose on, such as train's. Those of --data that are not edited, if left out."),
     ] = None,
     edits: Annotated[int | None, typer.Option(min=1, help="Edits, sampled; all, if left out.")] = None,
     retain: Annotated[int | None, typer.Option(min=1, help="Other inputs, sampled; all, if left out.")] = None,
@@ -140,11 +141,16 @@ def _method(
 def _selected(
     model: TaskModel, method: str, layers: str, revisions: list[Revision], seed: int
 ) -> tuple[EditMethod, list[dict[str, Any]]]:
-    """The baseline with the block and the bound that do best, and all that was tried."""
-    from factpatch.evaluation import sampled, select, tries
+    """The baseline with the block and the bound that do best, and all that was tried.
 
-    if len(revisions) < 2:
+    Of a training file the first by lot are those that `fit` held out, which the model does not know by heart.
+    """
+    from factpatch.evaluation import editable, select, tries
+    from factpatch.facts import by_lot
+
+    others = by_lot(revisions, seed)
+    edits = editable(model, others)
+    if len(others) < 2 or not edits:
         raise InputError("nothing is left to choose on: all revisions are edited; lower --edits, or give --valid")
-    edits, others = sampled(model, revisions, None, None, seed)
     with progress_bar("choosing", tries(model, layers, method == "zhu")) as advance:
         return select(model, layers, method == "zhu", edits, others, advance)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 from factpatch.data.records import Counts, Record, read_records
 from factpatch.errors import InputError
-from factpatch.facts import Revision, normalize
+from factpatch.facts import Revision, by_lot, normalize
 from factpatch.models.base import Encoded
 
 T = TypeVar("T", Record, Revision)
@@ -28,15 +27,15 @@ class Example:
 def hold_out(facts: Sequence[T], size: int, seed: int) -> tuple[list[T], list[T]]:
     """A slice of train for choosing, and the rest for training.
 
-    Ids decide: what is held out when a model learns its facts is held out, too, when an editor learns from its
-    revisions. So editors are chosen on what their model was not told, as what they will be used on.
+    What is held out when a model learns its facts is held out, too, when an editor learns from its revisions. So
+    editors are chosen on what their model was not told, as what they will be used on.
     """
     if not 0 < size < len(facts):
         raise InputError(
             f"expected at least 10 records, and more than the {size} that are held out, found {len(facts)}; bring more"
             " or hold fewer out"
         )
-    order = sorted(facts, key=lambda fact: hashlib.sha256(f"{seed}/{fact.id}".encode(errors="replace")).digest())
+    order = by_lot(facts, seed)
     return order[:size], order[size:]
 
 
