@@ -2,11 +2,11 @@
 
 For one weight W (out × in), with inputs X and output gradients D of the fact's tokens (engine.capture),
 
-    ΔW = s · ( r aᵀ ⊙ Dᵀ X  +  r' a'ᵀ ),    s = max_scale · sigmoid(η),    r, r' = softmaxes over the out dimension
+    ΔW = s · ( r cᵀ ⊙ Dᵀ X  +  r' c'ᵀ ),    s = max_scale · sigmoid(η),    r, r' = softmaxes over the out dimension
 
 which is, exactly and without ever making a matrix of that size,
 
-    ΔW = Bᵀ A,    A = [X ⊙ a ; a'],    B = s · [D ⊙ r ; r'].
+    ΔW = Bᵀ A,    A = [X ⊙ c ; c'],    B = s · [D ⊙ r ; r'].
 """
 
 from __future__ import annotations

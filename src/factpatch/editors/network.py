@@ -68,15 +68,15 @@ class FactEncoder(nn.Module):
 
 @dataclass(frozen=True)
 class Gates:
-    """What the hyper-network says of all weights of one shape: r, a, r', a' with s multiplied into r and r'."""
+    """What the hyper-network says of all weights of one shape: r, c, r', c' with s multiplied into r and r'."""
 
     gradient_out: Tensor  # s·r   (weights, edits, out)
-    gradient_in: Tensor  # a     (weights, edits, in)
+    gradient_in: Tensor  # c     (weights, edits, in)
     bias_out: Tensor  # s·r'  (weights, edits, out)
-    bias_in: Tensor  # a'    (weights, edits, in)
+    bias_in: Tensor  # c'    (weights, edits, in)
 
     def factors(self, chosen: list[int], traces: Sequence[Trace], gradients: bool) -> list[LowRank]:
-        """A = [X ⊙ a ; a'] and B = s · [D ⊙ r ; r'] of weights whose traces have one shape, in the model's dtype."""
+        """A = [X ⊙ c ; c'] and B = s · [D ⊙ r ; r'] of weights whose traces have one shape, in the model's dtype."""
         vectors = (self.gradient_in, self.bias_in, self.gradient_out, self.bias_out)
         X, D = [trace.X for trace in traces], [trace.D for trace in traces]
         if gradients and X[0].is_cuda and X[0].shape[1] < 512 and has_kernels(X[0].device):

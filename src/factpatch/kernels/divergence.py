@@ -1,7 +1,7 @@
 """KL between two distributions over a vocabulary, from their logits.
 
-One program reads both rows of one place, twice on the way there and once on the way back; nothing as wide as a
-vocabulary is written but the gradient.
+Forward, one program reads both rows of one place, twice; backward, many share a row and read it once. Nothing as wide
+as a vocabulary is written but the gradient.
 """
 
 from __future__ import annotations
