@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
     except SystemExit as stop:
         if stop.code == INTERRUPTED and is_main_process():
-            print("stopped; commands that write line by line go on there when run again", file=sys.stderr)
+            print("stopped; run again, commands that write lines go on where they were", file=sys.stderr)
         raise
 
 
