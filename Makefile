@@ -14,7 +14,7 @@ test: $(VENV)/.ready-dev
 	@echo "test: running the tests"
 	@$(BIN)/pytest
 	@echo "test: running the GPU's kernels in Triton's interpreter"
-	@TRITON_INTERPRET=1 $(BIN)/pytest tests/test_kernels.py
+	@TRITON_INTERPRET=1 $(BIN)/pytest tests/test_kernels.py || [ $$? -eq 5 ] # no tests: no Triton for this system
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check src tests tools docs

@@ -20,10 +20,11 @@ from samples import answerer, fact_checker, read_lines, revisions, write_revisio
 from factpatch.constraints import kl
 from factpatch.deltas import Dense
 from factpatch.editors import HyperNetwork
-from factpatch.errors import FileError
+from factpatch.errors import FileError, InputError
 from factpatch.evaluation import evaluate, sampled
 from factpatch.evaluation.details import sketches
-from factpatch.evaluation.measure import Examiner, edit_of, editable
+from factpatch.evaluation.measure import Examiner, edit_of, editable, predicted_now
+from factpatch.facts import Revision
 from factpatch.metrics import Outcome, intervals
 from factpatch.models import Seq2Seq, TaskModel, load_model
 from factpatch.patch import stack_patches
@@ -156,6 +157,21 @@ def test_scores_and_kl(model: TaskModel, editor: HyperNetwork) -> None:
                 kls.append(kl(before, after).mean().item())
         expected = pytest.approx(sum(kls) / len(kls), rel=1e-2, abs=1e-5) if kls else None
         assert examined.outcome.kl_mean == expected
+
+
+def test_near_ties_and_other_models() -> None:
+    """A few predictions may turn with precision or machine; of another classifier many do."""
+    model = tiny.build("bert")
+    known = revisions(model, 40)
+
+    def turned(count: int, of: int) -> list[Revision]:
+        return [replace(r, prediction=r.alternatives[0]) if i < count else r for i, r in enumerate(known[:of])]
+
+    for count, of in ((2, 5), (2, 9), (4, 40)):
+        assert [r.prediction for r in predicted_now(model, turned(count, of))] == [r.prediction for r in known[:of]]
+    for count, of in ((3, 5), (3, 9), (5, 40)):
+        with pytest.raises(InputError, match=f"expects for {of - count} of {of} inputs only"):
+            predicted_now(model, turned(count, of))
 
 
 def test_sketches_keep_cosines() -> None:

@@ -45,7 +45,7 @@ def test_files_are_for_everybody(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
-    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: asked.append(dir) or (tmp_path / "x").open("w"))
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir, prefix: asked.append(dir) or (tmp_path / "x").open("w"))
     (tmp_path / "there").mkdir()
     check_writable(tmp_path / "there")
     check_writable(tmp_path / "new")

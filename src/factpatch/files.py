@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 
 from factpatch.errors import FileError
 
+PROBE = ".factpatch-"  # what the names of files begin with that are made and removed to see whether that can be done
+
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
@@ -154,7 +156,7 @@ def check_writable(path: str | Path) -> None:
     path = Path(path)
     with _as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path if path.is_dir() else path.parent).close()
+        tempfile.TemporaryFile(dir=path if path.is_dir() else path.parent, prefix=PROBE).close()
 
 
 def refuse_gz(path: str | Path) -> None:

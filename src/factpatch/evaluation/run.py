@@ -110,9 +110,9 @@ def evaluate(
     if lines is None:
         return {}
     result = _result(lines.part, len(others), lines.seconds())
-    lines.finish()
     with atomic_file(folder / "summary.json") as scratch:
         scratch.write_text(json.dumps({**about, **surroundings(model.device), "result": result}, indent=2) + "\n")
+        lines.finish()  # with the summary safe, of which only the name is missing
     return result
 
 

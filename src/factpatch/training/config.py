@@ -176,6 +176,8 @@ def resolve_config(
 
 
 def config_from_json(saved: Mapping[str, Any]) -> TrainConfig:
+    if saved.get("others") == "alike":  # as it was called once
+        saved = {**saved, "others": "uniform"}
     return _config(saved, [])
 
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from factpatch.errors import FileError, InputError, TrainingError
-from factpatch.files import check_writable
+from factpatch.files import PROBE, check_writable
 from factpatch.training.checkpoint import has_checkpoint, stop_signals
 
 TELL_SECONDS = 0.5  # between two looks at a run's figures; each look waits for the device
@@ -41,7 +41,9 @@ class RunFolder:
         """A folder in which a run was killed before its first checkpoint is as good as empty."""
         if not self.path.is_dir():
             return self.path.exists()
-        return has_checkpoint(self.checkpoint) or any(path != self.checkpoint for path in self.path.iterdir())
+        # Other processes of this run may just be trying whether they can write there.
+        there = [path for path in self.path.iterdir() if not path.name.startswith((PROBE, ".nfs"))]
+        return has_checkpoint(self.checkpoint) or any(path != self.checkpoint for path in there)
 
     def check_settings(self, found: Mapping[str, Any], wanted: Mapping[str, Any], free: Iterable[str]) -> None:
         """A run goes on with the settings it had, but for those that are `free` to change, or it would be another."""
