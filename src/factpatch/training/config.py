@@ -40,9 +40,7 @@ class TrainConfig:
     # One step
     edits: int = 128
     rows: int = 16  # of each edit: its input, its paraphrases, and others, whose answers shall stay
-    others: str = (
-        "uniform"  # how they are drawn: uniform, or unsure, more often those whose answer the model is less sure of
-    )
+    others: str = "uniform"  # how they are drawn: uniform, or unsure, more often where the model is less sure
     max_tokens: int = 32  # longer inputs are cut
     split: int = 1  # parts that a step is run in, where memory is short
 

@@ -6,14 +6,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from factpatch.data.records import Counts, Record, read_records
 from factpatch.errors import InputError
-from factpatch.facts import Revision, by_lot, normalize
+from factpatch.facts import Numbered, by_lot, normalize
 from factpatch.models.base import Encoded
-
-T = TypeVar("T", Record, Revision)
 
 BUCKET = 50  # batches whose examples are sorted by length together
 
@@ -24,7 +22,7 @@ class Example:
     target: Any  # a class number or token numbers
 
 
-def hold_out(facts: Sequence[T], size: int, seed: int) -> tuple[list[T], list[T]]:
+def hold_out(facts: Sequence[Numbered], size: int, seed: int) -> tuple[list[Numbered], list[Numbered]]:
     """A slice of train for choosing, and the rest for training.
 
     What is held out when a model learns its facts is held out, too, when an editor learns from its revisions. So

@@ -30,7 +30,7 @@ from factpatch.training.checkpoint import (
     save_checkpoint,
 )
 from factpatch.training.examples import Example, batches_from, hold_out, read_answered
-from factpatch.training.run import Clock, Run, as_good, copy_of, schedule, sum_gradients
+from factpatch.training.run import Clock, Run, as_good, copy_of, sum_gradients, summed
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class Fit(Run):
     @no_cudnn_attention()
     def _update(self, share: float) -> None:
         """Each process takes its share of the batch; summed gradients are those of the whole."""
-        config, total = self.config, self.clock.steps
+        config = self.config
         for group in self.optimizer.param_groups:
-            group["lr"] = config.lr * schedule(min(1.0, share + 0.5 / total), min(0.1, config.warmup / total))
+            group["lr"] = config.lr * self._rate(share, config.warmup)
         self.model.model.train()
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         batch = next(self.batches)
@@ -200,10 +200,8 @@ class Fit(Run):
             loss = loss / (len(batch) if config.task == "classify" else sum(len(e.target) for e in batch))
             loss.backward()
         sum_gradients(self.accelerator, self.model.model.parameters())
-        if world > 1:
-            loss = self.accelerator.reduce(loss.detach(), "sum")  # type: ignore[assignment] (a tensor in, a tensor out)
         self.optimizer.step()
-        self.loss = loss.detach()
+        self.loss = summed(self.accelerator, loss.detach())
 
     def _look(self) -> float:
         """The last step's loss."""

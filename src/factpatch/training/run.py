@@ -142,9 +142,14 @@ class Run(ABC):
                         f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}"
                     )
 
+    def _rate(self, share: float, warmup: int, kind: str = "linear") -> float:
+        """Of the learning rate, at the middle of the step that begins with this share; a warm-up is a tenth at most."""
+        steps = self.clock.steps
+        return schedule(min(1.0, share + 0.5 / steps), min(0.1, warmup / steps), kind)
+
     def _check_finite(self, figures: Iterable[float], network: nn.Module) -> None:
-        weights = torch.stack([parameter.isfinite().all() for parameter in network.parameters()])
-        if all(map(math.isfinite, figures)) and weights.all():
+        largest = torch.nn.utils.get_total_norm(network.parameters(), math.inf)
+        if all(map(math.isfinite, figures)) and largest.isfinite():
             return
         saved = f"the last good checkpoint is in {self.folder.checkpoint}: go on from it with --resume and a lower lr"
         advice = saved if has_checkpoint(self.folder.checkpoint) else "start anew with a lower lr"
@@ -174,7 +179,7 @@ def agree(accelerator: Accelerator, share: float, stop: bool) -> tuple[float, bo
     if accelerator.num_processes == 1:
         return share, stop
     said = torch.tensor([share, float(stop)], device=accelerator.device, dtype=torch.float64)
-    total = accelerator.reduce(said, "sum").tolist()  # pyright: ignore (a tensor in, a tensor out)
+    total = summed(accelerator, said).tolist()
     return total[0] / accelerator.num_processes, total[1] > 0
 
 
@@ -184,7 +189,16 @@ def sum_gradients(accelerator: Accelerator, parameters: Iterable[nn.Parameter]) 
         return
     for parameter in parameters:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parameter.grad = accelerator.reduce(gradient, "sum")  # type: ignore[assignment] (a tensor in, a tensor out)
+        parameter.grad = summed(accelerator, gradient)
+
+
+def summed(accelerator: Accelerator, value: Tensor) -> Tensor:
+    """Over all processes."""
+    if accelerator.num_processes == 1:
+        return value
+    total = accelerator.reduce(value, "sum")
+    assert isinstance(total, Tensor)
+    return total
 
 
 def copy_of(network: nn.Module) -> dict[str, Tensor]:

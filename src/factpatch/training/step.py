@@ -14,7 +14,7 @@ from factpatch.training.config import TrainConfig
 from factpatch.training.graphs import Graphed, Tensors
 from factpatch.training.lagrangian import Lagrangian
 from factpatch.training.objective import Objective
-from factpatch.training.run import sum_gradients
+from factpatch.training.run import sum_gradients, summed
 from factpatch.training.table import StepBatch
 
 
@@ -55,9 +55,7 @@ class Learner:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         sum_gradients(self.accelerator, self.parameters)
-        if self.accelerator.num_processes > 1:
-            figures = self.accelerator.reduce(figures, "sum")
-            assert isinstance(figures, Tensor)
+        figures = summed(self.accelerator, figures)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.config.clip:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)

@@ -34,7 +34,7 @@ from factpatch.training.checkpoint import (
 from factpatch.training.config import TrainConfig, config_from_json, config_to_json
 from factpatch.training.examples import hold_out
 from factpatch.training.objective import Objective, doubts, unedited_outputs
-from factpatch.training.run import Clock, Run, as_good, copy_of, schedule
+from factpatch.training.run import Clock, Run, as_good, copy_of
 from factpatch.training.step import Learner
 from factpatch.training.table import RevisionTable
 
@@ -162,8 +162,7 @@ class Train(Run):
     def _update(self, share: float) -> None:
         """Each process takes its share of the edits; a share that does not fit is run in parts."""
         config, table = self.config, self.table
-        rate = schedule(min(1.0, share + 0.5 / config.steps), min(0.1, config.warmup / config.steps), config.schedule)
-        self.optimizer.param_groups[0]["lr"] = config.lr * rate
+        self.optimizer.param_groups[0]["lr"] = config.lr * self._rate(share, config.warmup, config.schedule)
         plan = table.plan(self.step)
         mine = plan.part(self.accelerator.process_index, self.accelerator.num_processes)
         while True:
