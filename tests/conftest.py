@@ -22,6 +22,8 @@ QUESTIONS = [
 ]
 
 
+torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait for each other lose a lot
+
 if tiny.DEVICE != "cpu":  # differences of rounding that are small enough to compare by
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision = lambda precision: None

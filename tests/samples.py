@@ -12,8 +12,8 @@ from typing import Any
 import tiny
 
 from factpatch.data.records import Counts, read_records
-from factpatch.data.revisions import revise_records
-from factpatch.facts import Revision
+from factpatch.data.revise import revise_records
+from factpatch.data.revisions import Revision
 from factpatch.models import Classifier, TaskModel
 
 WORDS = [word for word in tiny.VOCABULARY if word.isalpha()]

@@ -8,9 +8,9 @@ import pytest
 from conftest import Ran
 
 from factpatch import demo, world
-from factpatch.editors import HyperNetwork, load_editor
+from factpatch.data.revisions import edit_of
+from factpatch.editors import TrainableEditor, load_editor
 from factpatch.errors import InputError
-from factpatch.evaluation.measure import edit_of
 from factpatch.facts import same
 from factpatch.models import TaskModel, load_model
 
@@ -21,11 +21,11 @@ def model() -> TaskModel:
 
 
 @pytest.fixture(scope="module")
-def editor() -> HyperNetwork:
+def editor() -> TrainableEditor:
     return load_editor("world")
 
 
-def test_what_is_shown_is_what_the_patched_model_says(model: TaskModel, editor: HyperNetwork) -> None:
+def test_what_is_shown_is_what_the_patched_model_says(model: TaskModel, editor: TrainableEditor) -> None:
     revisions = demo.outdated(model)[:3]
     result = demo.demonstrate(model, editor, revisions, seed=3)
     assert (result["edits"], result["retain_inputs"]) == (3, demo.OTHERS)

@@ -10,7 +10,7 @@ from oracle import dense_update, weight_gradients, with_weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from factpatch.editors import HyperNetwork
+from factpatch.editors import HyperNetwork, Looped
 from factpatch.engine import capture, edited
 from factpatch.errors import ModelError
 from factpatch.facts import FactEdit
@@ -109,7 +109,7 @@ def test_rank_is_at_most_tokens_and_one(model: TaskModel, editor: HyperNetwork, 
 
 def test_model_is_untouched_after_propose(model: TaskModel, editor: HyperNetwork, edits: list[FactEdit]) -> None:
     before = weights_of(model)
-    editor.propose(model, edits, loop=2)
+    Looped(editor, 2).propose(model, edits)
     assert_untouched(model, before)
 
 

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from samples import answerer, fact_checker, read_lines, revisions, write_revisions
 
 from factpatch.constraints import kl
+from factpatch.data.revisions import Revision, edit_of, editable
 from factpatch.deltas import Dense
-from factpatch.editors import HyperNetwork
+from factpatch.editors import HyperNetwork, load_editor
 from factpatch.errors import FileError, InputError
 from factpatch.evaluation import evaluate, sampled
 from factpatch.evaluation.details import sketches
-from factpatch.evaluation.measure import Examiner, edit_of, editable, predicted_now
-from factpatch.facts import Revision
+from factpatch.evaluation.measure import Examiner, predicted_now
 from factpatch.metrics import Outcome, intervals
 from factpatch.models import Seq2Seq, TaskModel, load_model
 from factpatch.patch import stack_patches
@@ -216,7 +216,7 @@ class Killed(BaseException):
 def test_a_killed_run_ends_in_the_same_summary(world: dict[str, Any], tmp_path: Path) -> None:
     files = world["classify"]
     model = load_model(files["model"], "cpu")
-    editor = HyperNetwork.load(files["editor"])
+    editor = load_editor(files["editor"])
     known = [replace(r, id=f"{n}-{r.id}") for n in range(3) for r in revisions(model, 24, seed=n)]
     edits, others = sampled(model, known, 70, 9, 0)
     whole = evaluate(editor, model, edits, others, tmp_path / "whole", {"seed": 0})
@@ -248,7 +248,7 @@ def test_a_killed_run_ends_in_the_same_summary(world: dict[str, Any], tmp_path: 
 def test_a_run_of_another_editor_starts_anew(world: dict[str, Any], tmp_path: Path) -> None:
     files = world["classify"]
     model = load_model(files["model"], "cpu")
-    editor, louder = HyperNetwork.load(files["editor"]), HyperNetwork.load(files["editor"])
+    editor, louder = load_editor(files["editor"]), load_editor(files["editor"])
     for parameter in louder.parameters():
         parameter.data.mul_(1.01)
     edits, others = sampled(model, [r for n in range(3) for r in revisions(model, 24, seed=n)], 70, 9, 0)
@@ -286,12 +286,12 @@ def test_two_processes_write_what_one_writes(
     ]
     command = tmp_path / "command.py"
     command.write_text(
-        "import sys\nimport factpatch.editors.hypernetwork as h\nh.EDITS_PER_BATCH = 5\n"
+        "import sys\nimport factpatch.editors.trainable as h\nh.EDITS_PER_BATCH = 5\n"
         "from factpatch.cli import main\nmain(sys.argv[1:])\n"
     )
     arguments = [str(part) for part in [*options, "--output", tmp_path / "two", "--json"]]
     two = json.loads(run_in_two_processes(command, *arguments))
-    monkeypatch.setattr("factpatch.editors.hypernetwork.EDITS_PER_BATCH", 5)
+    monkeypatch.setattr("factpatch.editors.trainable.EDITS_PER_BATCH", 5)
     one = run(*options, "--output", tmp_path / "one", "--json").json
     assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in two.items() if k != "seconds"}
     assert (tmp_path / "one" / "edits.jsonl").read_text() == (tmp_path / "two" / "edits.jsonl").read_text()

@@ -7,7 +7,7 @@ import tiny
 import torch
 from conftest import assert_untouched, weights_of
 
-from factpatch.editors import FineTune, GradientStep
+from factpatch.editors import FineTune, GradientStep, Zhu
 from factpatch.editors import finetune as module
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
@@ -39,7 +39,7 @@ def test_side_by_side_is_what_one_at_a_time_is(
     """Edits that need different numbers of steps; each stops where it would stop alone."""
     # In double precision: RMSprop turns gradients that are float32's rounding noise into steps of full size.
     model.cast(torch.float64)
-    method = FineTune(lr=1e-3, bound=5e-3)
+    method = Zhu(lr=1e-3, bound=5e-3)
     together = method.propose(model, short_edits)
     monkeypatch.setattr(module, "MOST_AT_ONCE", 1)
     alone = method.propose(model, short_edits)
@@ -81,7 +81,7 @@ def test_zhu_stays_within_its_bound(bound: float) -> None:
     model = tiny.build("bert")
     x = "who leads france ?"
     (edit,) = model.resolve([FactEdit(x, tiny.other_answer(model, x))])
-    (patch,) = FineTune(lr=1e-2, bound=bound, steps=5).propose(model, [edit])
+    (patch,) = Zhu(lr=1e-2, bound=bound, steps=5).propose(model, [edit])
     assert patch.method == "zhu"
     largest = max(float(delta.dense().abs().max()) for delta in patch.deltas.values())
     assert largest == pytest.approx(bound)

@@ -16,12 +16,13 @@ from samples import LABELS, answerer, claims, fact_checker, fever, read_lines, t
 from training_runs import QUICK_FIT
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, GenerationConfig
 
+from factpatch.data.holdout import hold_out
 from factpatch.data.records import Record
+from factpatch.data.revisions import Revision
 from factpatch.errors import FileError, InputError, TrainingError
-from factpatch.facts import Revision
 from factpatch.models import Classifier, load_model
 from factpatch.training import Fit, FitConfig
-from factpatch.training.examples import Example, batches_from, hold_out
+from factpatch.training.examples import Example, batches_from
 from factpatch.training.fit import Status, classifier_losses, summed_loss
 from factpatch.training.run import schedule
 

@@ -13,8 +13,8 @@ from conftest import QUESTIONS, loud_editor
 from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForSequenceClassification
 
 from factpatch.deltas import Delta, LowRank, scaled
-from factpatch.editors import EditorConfig, GradientStep, HyperNetwork, load_editor
-from factpatch.editors.hypernetwork import PARTS, _grown
+from factpatch.editors import EditorConfig, GradientStep, HyperNetwork, Looped, load_editor
+from factpatch.editors.looped import PARTS, add_best_part
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel, editable_layers, load_model
@@ -62,7 +62,7 @@ def test_editing_a_batch_equals_editing_one_by_one(
 
 
 def test_batches_of_propose_keep_the_order(bart: TaskModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("factpatch.editors.hypernetwork.EDITS_PER_BATCH", 2)
+    monkeypatch.setattr("factpatch.editors.trainable.EDITS_PER_BATCH", 2)
     edits = [FactEdit(x, "paris", "gitega") for x in (QUESTIONS[2], QUESTIONS[0], QUESTIONS[1])]
     patches = loud_editor(bart).propose(bart, edits)
     assert [patch.edits[0].x for patch in patches] == [edit.x for edit in edits]
@@ -99,7 +99,7 @@ def test_loop_updates_until_the_target_is_said(model: TaskModel, edits: list[Fac
     texts = [edit.x for edit in edits]
     wanted = [edit.a for edit in edits]
     once = model.predict_patched(editor.propose(model, edits), texts)
-    looped = editor.propose(model, edits, loop=60)
+    looped = Looped(editor, 60).propose(model, edits)
     assert once != wanted, "one update must not be enough, or this test shows nothing"
     assert model.predict_patched(looped, texts) == wanted
     assert all(isinstance(patch, Patch) and patch.edits == (edit,) for patch, edit in zip(looped, edits, strict=True))
@@ -118,7 +118,7 @@ def test_of_a_repeated_update_the_best_part_is_taken(model: TaskModel, edits: li
     best = set()
     for lr in (0.01, -0.01):  # down, and up the hill, where the smallest part does the least harm
         (update,) = GradientStep(lr=lr).propose(model, [edit])
-        (grown,) = _grown(model, [edit], [patch], [update])
+        (grown,) = add_best_part(model, [edit], [patch], [update])
         tried = [replace(update, deltas={n: scaled(d, part) for n, d in update.deltas.items()}) for part in PARTS]
         losses = [loss(patch + one) for one in tried]
         assert loss(grown) == pytest.approx(min(losses), rel=1e-4)
@@ -139,7 +139,7 @@ def _always_right(editor: HyperNetwork, model: TaskModel, edit: FactEdit) -> lis
     said = model.predict_patched
     try:
         model.predict_patched = lambda patches, inputs: [edit.a for _ in inputs]  # type: ignore[method-assign] (a stand-in)
-        return editor.propose(model, [edit], loop=5)
+        return Looped(editor, 5).propose(model, [edit])
     finally:
         model.predict_patched = said  # type: ignore[method-assign] (and back)
 
@@ -173,7 +173,7 @@ def test_an_editor_for_another_model_is_refused(bart: TaskModel) -> None:
 
 
 def test_no_editor_there(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="no readable editor"):
+    with pytest.raises(FileError, match=r"not an editor's folder|no readable editor"):
         load_editor(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_a_damaged_editor(bart: TaskModel, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "e" / "config.json").read_text())
     config["editor"]["width"] += 1
     (tmp_path / "e" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FileError, match="no readable editor"):
+    with pytest.raises(FileError, match=r"not an editor's folder|no readable editor"):
         load_editor(tmp_path / "e")
 
 
@@ -190,7 +190,7 @@ def test_wrong_sizes_and_loops(bart: TaskModel) -> None:
     with pytest.raises(InputError, match="width=0, lstm=-1"):
         EditorConfig(width=0, lstm=-1)
     with pytest.raises(InputError, match="at least one update"):
-        loud_editor(bart).propose(bart, [FactEdit(QUESTIONS[0], "paris")], loop=0)
+        Looped(loud_editor(bart), 0)
 
 
 def test_an_update_that_is_not_finite_is_refused(bart: TaskModel) -> None:

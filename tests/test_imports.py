@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "factpatch"
 FLOORS = [
     {"errors"},
     {"kernels"},
-    {"files", "device", "world"},
+    {"files", "device", "processes", "backends", "world", "jsonl"},
     {"facts"},
     {"deltas"},
     {"patch"},

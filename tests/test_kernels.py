@@ -16,7 +16,11 @@ if not (torch.cuda.is_available() or interpreted):
 pytest.importorskip("triton")
 
 from factpatch.constraints import kl  # noqa: E402
-from factpatch.kernels import Divergence, GatedTokens, Norm, ShortAttention, edited_product  # noqa: E402
+from factpatch.kernels.attention import ShortAttention  # noqa: E402
+from factpatch.kernels.divergence import Divergence  # noqa: E402
+from factpatch.kernels.gates import GatedTokens  # noqa: E402
+from factpatch.kernels.norm import Norm  # noqa: E402
+from factpatch.kernels.product import edited_product  # noqa: E402
 
 DEVICE = "cpu" if interpreted else "cuda"
 DTYPE = torch.float32 if interpreted else torch.bfloat16

@@ -11,12 +11,13 @@ import torch
 from conftest import loud_editor
 from samples import revisions
 
+from factpatch.data.revisions import Revision, edit_of, editable
 from factpatch.deltas import LowRank
 from factpatch.editors import HyperNetwork
 from factpatch.errors import InputError
-from factpatch.evaluation import editable, measure, predicted_now
-from factpatch.evaluation.measure import Examiner, edit_of
-from factpatch.facts import FactEdit, Revision
+from factpatch.evaluation import measure, predicted_now
+from factpatch.evaluation.measure import Examiner
+from factpatch.facts import FactEdit
 from factpatch.metrics import Others, Outcome, outcome, summary
 from factpatch.models import Classifier, Seq2Seq, TaskModel
 from factpatch.models.base import TOKENS_PER_BATCH

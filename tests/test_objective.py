@@ -14,9 +14,10 @@ from samples import revisions
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from factpatch.data.revisions import Revision
 from factpatch.editors import HyperNetwork
 from factpatch.errors import InputError
-from factpatch.facts import FactEdit, Revision, normalize
+from factpatch.facts import FactEdit, normalize
 from factpatch.models import Rows, TaskModel
 from factpatch.training import TrainConfig
 from factpatch.training.objective import Objective, doubts, unedited_outputs
@@ -82,14 +83,14 @@ def known(model: TaskModel) -> list[Revision]:
 
 
 def test_loss_and_gradients_equal_the_oracles(model: TaskModel, editor: HyperNetwork, known: list[Revision]) -> None:
-    table = RevisionTable(model, known, CONFIG)
+    table = RevisionTable(model, loud_editor(model), known, CONFIG)
     plan = table.plan(0)
     measured = Objective(model, CONFIG, unedited_outputs(model, table))(editor, table.batch(plan, CONFIG.edits))
     losses, kls, sizes = [], [], []
-    for edit, hats, others in written_out(table, plan, known):
+    for edit, edit_texts, others in written_out(table, plan, known):
         update = dense_update(editor, model, edit)
         sizes.append(torch.stack([delta.square().mean().sqrt() for delta in update.values()]).mean())
-        for text in hats:
+        for text in edit_texts:
             logits, labels = logits_under(model, update, text, edit.a)
             losses.append(F.cross_entropy(logits, labels, label_smoothing=0.1))
         for other in others:
@@ -119,7 +120,7 @@ def test_unedited_outputs_are_the_same_kept_or_computed_anew(
 ) -> None:
     for over in ("top1", "beam"):
         config = replace(CONFIG, kl_over=over, rows=13, constraint="kl")
-        table = RevisionTable(model, known, config)
+        table = RevisionTable(model, loud_editor(model), known, config)
         objective = Objective(model, config, unedited_outputs(model, table))
         batch = table.batch(table.plan(3), config.edits)
         kept = objective(editor, batch).constraints
@@ -131,7 +132,7 @@ def test_unedited_outputs_are_the_same_kept_or_computed_anew(
 
 @pytest.mark.parametrize("over", ["top1", "beam"])
 def test_doubts_are_what_predictions_lack_to_certainty(model: TaskModel, known: list[Revision], over: str) -> None:
-    table = RevisionTable(model, known, replace(CONFIG, kl_over=over, rows=13))
+    table = RevisionTable(model, loud_editor(model), known, replace(CONFIG, kl_over=over, rows=13))
     expected = []
     for number in table.pool:
         logits, labels = logits_under(model, {}, known[number].input, known[number].prediction)
@@ -146,7 +147,7 @@ def test_kl_over_the_beam(name: str) -> None:
     model = tiny.build(name)
     editor, known = loud_editor(model), revisions(model, 12)
     config = replace(CONFIG, kl_over="beam", rows=13, constraint="kl")
-    table = RevisionTable(model, known, config)
+    table = RevisionTable(model, loud_editor(model), known, config)
     plan = table.plan(0)
     ours = Objective(model, config, unedited_outputs(model, table))(
         editor, table.batch(plan, config.edits)
@@ -171,7 +172,7 @@ def test_a_second_update_is_computed_on_the_first(
     model: TaskModel, editor: HyperNetwork, known: list[Revision]
 ) -> None:
     once, twice = (replace(CONFIG, updates=n) for n in (1, 2))
-    table = RevisionTable(model, known, once)
+    table = RevisionTable(model, loud_editor(model), known, once)
     batch = table.batch(table.plan(0), once.edits)
     first = editor.update(model, batch.fact)
     second = editor.update(model, batch.fact, under=first)
@@ -201,7 +202,7 @@ def bert_revisions(bert: TaskModel) -> list[Revision]:
 
 def test_plans_repeat_and_epochs_see_every_revision_once(bert: TaskModel, bert_revisions: list[Revision]) -> None:
     config = TrainConfig(edits=4, rows=6)
-    first, second = (RevisionTable(bert, bert_revisions, config) for _ in range(2))
+    first, second = (RevisionTable(bert, loud_editor(bert), bert_revisions, config) for _ in range(2))
     seen = []
     for step in range(15):
         one, other = first.plan(step), second.plan(step)
@@ -210,19 +211,20 @@ def test_plans_repeat_and_epochs_see_every_revision_once(bert: TaskModel, bert_r
     assert sorted(seen[:30]) == sorted(seen[30:60]) == list(range(30))
     assert seen[:30] != seen[30:60]
     assert not np.array_equal(
-        RevisionTable(bert, bert_revisions, replace(config, seed=1)).plan(0).others, first.plan(0).others
+        RevisionTable(bert, loud_editor(bert), bert_revisions, replace(config, seed=1)).plan(0).others,
+        first.plan(0).others,
     )
 
 
 def test_others_are_drawn_in_proportion_to_their_doubts(bert: TaskModel, bert_revisions: list[Revision]) -> None:
-    table = RevisionTable(bert, bert_revisions, TrainConfig(edits=30, rows=22))
+    table = RevisionTable(bert, loud_editor(bert), bert_revisions, TrainConfig(edits=30, rows=22))
     weights = np.linspace(0, 1, len(table.pool))
     table.prefer(weights)
     drawn = np.concatenate([table.plan(step).others.ravel() for step in range(50)])
     shares = np.bincount(drawn, minlength=30)[table.pool] / len(drawn)
     # 30,000 draws: a share's standard error is 0.0014 at most; the edited ones' neighbours stand in for them.
     assert shares == pytest.approx(weights / weights.sum(), abs=0.008)
-    again = RevisionTable(bert, bert_revisions, TrainConfig(edits=30, rows=22))
+    again = RevisionTable(bert, loud_editor(bert), bert_revisions, TrainConfig(edits=30, rows=22))
     again.prefer(7 * weights)
     assert np.array_equal(again.plan(3).others, table.plan(3).others)
 
@@ -231,7 +233,7 @@ def test_inputs_equal_to_the_edited_one_are_no_others(bert: TaskModel, bert_revi
     """Also where two records differ in punctuation and case only."""
     twins = [replace(r, id=f"{r.id}'", input=f"{r.input.upper()} ?!") for r in bert_revisions[:2]]
     few = [*bert_revisions[:2], *twins]
-    table = RevisionTable(bert, few, TrainConfig(edits=4, rows=30))
+    table = RevisionTable(bert, loud_editor(bert), few, TrainConfig(edits=4, rows=30))
     for step in range(5):
         plan = table.plan(step)
         for number, others in zip(plan.revisions, plan.others, strict=True):
@@ -240,14 +242,14 @@ def test_inputs_equal_to_the_edited_one_are_no_others(bert: TaskModel, bert_revi
 
 def test_a_revision_without_paraphrases_learns_from_its_input(bert: TaskModel, bert_revisions: list[Revision]) -> None:
     bare = [replace(r, rephrases=()) for r in bert_revisions]
-    table = RevisionTable(bert, bare, TrainConfig(edits=4, rows=6, paraphrase_rows=2))
+    table = RevisionTable(bert, loud_editor(bert), bare, TrainConfig(edits=4, rows=6, paraphrase_rows=2))
     plan = table.plan(0)
     assert np.array_equal(plan.paraphrases, np.repeat(table.inputs[plan.revisions][:, None], 2, 1))
 
 
 @pytest.mark.parametrize(("which", "start"), [("generated", "the "), ("human", "a ")])
 def test_which_paraphrases(bert: TaskModel, bert_revisions: list[Revision], which: str, start: str) -> None:
-    table = RevisionTable(bert, bert_revisions, TrainConfig(edits=30, rows=6, paraphrases=which))
+    table = RevisionTable(bert, loud_editor(bert), bert_revisions, TrainConfig(edits=30, rows=6, paraphrases=which))
     shown = set()
     for step in range(10):
         plan = table.plan(step)
@@ -263,7 +265,7 @@ def test_which_paraphrases(bert: TaskModel, bert_revisions: list[Revision], whic
 def test_weights_are_means(bert: TaskModel, bert_revisions: list[Revision]) -> None:
     """Over tokens, rows and edits; the parts of a step add up to the whole."""
     config = TrainConfig(edits=5, rows=7)
-    table = RevisionTable(bert, bert_revisions, config)
+    table = RevisionTable(bert, loud_editor(bert), bert_revisions, config)
     plan = table.plan(0)
     parts = [table.batch(plan.part(i, 2), total=5) for i in range(2)]
     for name in ("edit", "keep"):
@@ -272,8 +274,13 @@ def test_weights_are_means(bert: TaskModel, bert_revisions: list[Revision]) -> N
 
 def test_revisions_that_cannot_be_trained_on(bert: TaskModel, bert_revisions: list[Revision]) -> None:
     with pytest.raises(InputError, match="with alternatives"):
-        RevisionTable(bert, [replace(r, alternatives=()) for r in bert_revisions], TrainConfig())
+        RevisionTable(bert, loud_editor(bert), [replace(r, alternatives=()) for r in bert_revisions], TrainConfig())
     with pytest.raises(InputError, match="two different inputs"):
-        RevisionTable(bert, bert_revisions[:1] * 3, TrainConfig())
+        RevisionTable(bert, loud_editor(bert), bert_revisions[:1] * 3, TrainConfig())
     with pytest.raises(InputError, match="no label"):
-        RevisionTable(bert, [replace(bert_revisions[0], prediction="maybe"), *bert_revisions[1:]], TrainConfig())
+        RevisionTable(
+            bert,
+            loud_editor(bert),
+            [replace(bert_revisions[0], prediction="maybe"), *bert_revisions[1:]],
+            TrainConfig(),
+        )

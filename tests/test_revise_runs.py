@@ -15,27 +15,27 @@ from typing import Any
 import pytest
 from samples import fact_checker, read_lines, texts, write_lines
 
-from factpatch.data import revisions
+from factpatch.data import revise as revise_module
 from factpatch.data.chunked import write_in_chunks
 from factpatch.data.records import Record, read_records
-from factpatch.data.revisions import revise, revise_records
+from factpatch.data.revise import revise, revise_records
 from factpatch.errors import FileError
 from factpatch.models import TaskModel, load_model
 
 KILLED = """
 import sys, time
-from factpatch.data import revisions
+from factpatch.data import revise as revise_module
 from factpatch.models import load_model
 
-at_once = revisions.revise_records
+at_once = revise_module.revise_records
 
 def slowly(model, *read):
     time.sleep(0.3)
     return at_once(model, *read)
 
-revisions.CHUNK["cpu"] = 4
-revisions.revise_records = slowly
-revisions.revise(load_model(sys.argv[1], "cpu"), sys.argv[2], sys.argv[3])
+revise_module.CHUNK["cpu"] = 4
+revise_module.revise_records = slowly
+revise_module.revise(load_model(sys.argv[1], "cpu"), sys.argv[2], sys.argv[3])
 """
 
 
@@ -51,7 +51,7 @@ def checker(folder: Path) -> TaskModel:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(revisions.CHUNK, "cpu", 4)
+    monkeypatch.setitem(revise_module.CHUNK, "cpu", 4)
 
 
 @pytest.fixture
@@ -114,14 +114,14 @@ def test_a_failure_half_way_leaves_the_old_file_and_can_be_taken_up(
 ) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text("old")
-    monkeypatch.setattr(revisions, "revise_records", Revised(fail_at=4))
+    monkeypatch.setattr(revise_module, "revise_records", Revised(fail_at=4))
     with pytest.raises(RuntimeError):
         revise(checker, source, output)
     assert output.read_text() == "old"
 
     rest = Revised()
     told: list[int] = []
-    monkeypatch.setattr(revisions, "revise_records", rest)
+    monkeypatch.setattr(revise_module, "revise_records", rest)
     result = revise(checker, source, output, on_done=told.append)
     assert output.read_bytes() == whole
     assert rest.records == 30 - 12
@@ -175,7 +175,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
     assert 4 <= done < 30
 
     rest = Revised()
-    monkeypatch.setattr(revisions, "revise_records", rest)
+    monkeypatch.setattr(revise_module, "revise_records", rest)
     revise(checker, source, output)
     assert rest.records == 30 - done
     assert output.read_bytes() == whole
@@ -184,7 +184,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
 def leave_a_part(checker: TaskModel, source: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a run that failed at its third chunk leaves: eight lines."""
     with monkeypatch.context() as patched:
-        patched.setattr(revisions, "revise_records", Revised(fail_at=3))
+        patched.setattr(revise_module, "revise_records", Revised(fail_at=3))
         with pytest.raises(RuntimeError):
             revise(checker, source, output)
     part = output.with_name(f".{output.name}.part")
@@ -200,7 +200,7 @@ def test_a_torn_end_of_a_part_is_cut_off(
     with part.open("ab") as file:
         file.write(torn)
     rest = Revised()
-    monkeypatch.setattr(revisions, "revise_records", rest)
+    monkeypatch.setattr(revise_module, "revise_records", rest)
     revise(checker, source, tmp_path / "out.jsonl")
     assert rest.records == 30 - 8
     assert (tmp_path / "out.jsonl").read_bytes() == whole
@@ -225,9 +225,9 @@ def test_a_part_of_another_run_is_not_taken_up(
         model = load_model(tmp_path / "model", "cpu")
         assert model.fingerprint == checker.fingerprint
     else:
-        monkeypatch.setitem(revisions.CHUNK, "cpu", 5)
+        monkeypatch.setitem(revise_module.CHUNK, "cpu", 5)
     anew = Revised()
-    monkeypatch.setattr(revisions, "revise_records", anew)
+    monkeypatch.setattr(revise_module, "revise_records", anew)
     revise(model, source, tmp_path / "out.jsonl")
     assert anew.records == 30
     assert ((tmp_path / "out.jsonl").read_bytes() == whole) is (other == "chunk")

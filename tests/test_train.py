@@ -16,14 +16,14 @@ from conftest import Ran
 from samples import answerer, fact_checker, read_lines, write_revisions
 from training_runs import QUICK, SMALL, editor_weights, start
 
-from factpatch.device import accelerator_on
+from factpatch.data.revisions import Revision
 from factpatch.editors import load_editor
 from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.evaluation import measure, predicted_now
-from factpatch.facts import Revision
 from factpatch.models import TaskModel, load_model
+from factpatch.processes import accelerator_on
 from factpatch.training import Train
-from factpatch.training.run import as_good
+from factpatch.training.run import within_error_of_best
 from factpatch.training.train import Status
 
 # What is learnt, and what is left behind
@@ -55,12 +55,12 @@ def test_edits_take_after_training(checker: Path, claims: Path, tmp_path: Path) 
 
 
 def test_scores_that_cannot_be_told_apart() -> None:
-    assert as_good(0.0, [], 100)
-    assert as_good(0.77, [0.5, 0.8], 100)  # the error of 0.8 is 0.04
-    assert not as_good(0.75, [0.5, 0.8], 100)
-    assert as_good(0.75, [0.5, 0.8], 100, errors=2)
-    assert as_good(0.99, [1.0], 100)  # a perfect score of a sample has its error too
-    assert not as_good(0.97, [1.0], 100)
+    assert within_error_of_best(0.0, [], 100)
+    assert within_error_of_best(0.77, [0.5, 0.8], 100)  # the error of 0.8 is 0.04
+    assert not within_error_of_best(0.75, [0.5, 0.8], 100)
+    assert within_error_of_best(0.75, [0.5, 0.8], 100, errors=2)
+    assert within_error_of_best(0.99, [1.0], 100)  # a perfect score of a sample has its error too
+    assert not within_error_of_best(0.97, [1.0], 100)
 
 
 def test_several_updates_are_validated_as_a_loop(

@@ -17,10 +17,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from factpatch import world
+from factpatch.data.revisions import Revision, editable
 from factpatch.demo import counterfactual, other_facts, outdated
 from factpatch.editors import EditMethod, Looped, load_editor
-from factpatch.evaluation.measure import editable, measure
-from factpatch.facts import Revision
+from factpatch.evaluation.measure import measure
 from factpatch.metrics import Outcome, accuracy, summary
 from factpatch.models import TaskModel, load_model
 

@@ -13,10 +13,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from factpatch import bench, constraints, engine
-from factpatch.device import accelerator_on, find_device
+from factpatch.device import find_device
 from factpatch.editors import HyperNetwork, network
 from factpatch.models import TaskModel
 from factpatch.models.gpu import FrozenLayerNorm
+from factpatch.processes import accelerator_on
 from factpatch.training import TrainConfig
 from factpatch.training.objective import Objective
 from factpatch.training.step import Learner

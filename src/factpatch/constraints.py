@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from factpatch.deltas import Delta, LowRank
-from factpatch.device import kernels_take
+from factpatch.kernels import kernels_take
 
 WIDE = 1024  # classes, from which on torch's passes over them take longer than a kernel that makes one
 
@@ -18,7 +18,7 @@ def kl(before: Tensor, after: Tensor) -> Tensor:
     alike = before.dtype == after.dtype and before.shape == after.shape and not before.requires_grad
     in_rows = after.dim() == 2 and before.stride(-1) == after.stride(-1) == 1
     if after.shape[-1] >= WIDE and alike and in_rows and kernels_take(after):
-        from factpatch.kernels import Divergence
+        from factpatch.kernels.divergence import Divergence
 
         return Divergence.apply(before, after)
     dtype = torch.promote_types(after.dtype, torch.float32)

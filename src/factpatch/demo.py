@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from factpatch import world
-from factpatch.editors import HyperNetwork
+from factpatch.data.revisions import Revision
+from factpatch.editors import EditMethod
 from factpatch.evaluation.measure import examine_all
-from factpatch.facts import FactEdit, Revision, normalize, same
+from factpatch.facts import FactEdit, normalize, same
 from factpatch.metrics import Outcome, summary
 from factpatch.models import TaskModel
 
@@ -18,7 +19,7 @@ OTHERS = 40  # other facts that each patch is tried on
 
 def demonstrate(
     model: TaskModel,
-    editor: HyperNetwork,
+    editor: EditMethod,
     revisions: Sequence[Revision],
     seed: int = 0,
     on_done: Callable[[int], object] = lambda edits: None,

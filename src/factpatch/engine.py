@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from factpatch.deltas import Delta, LowRank
-from factpatch.device import kernels_take
 from factpatch.errors import ModelError
+from factpatch.kernels import kernels_take
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _EditedLinear(torch.autograd.Function):
         per_edit = _per_edit(g, A)
         g_x: Tensor | None = None
         if ctx.needs_input_grad[0] and _has_kernel(ctx.layer, g, B):
-            from factpatch.kernels import edited_product
+            from factpatch.kernels.product import edited_product
 
             g_x, g_left = edited_product(g, ctx.layer.weight.T, None, B, A)
         else:
@@ -150,7 +150,7 @@ class _EditedLinear(torch.autograd.Function):
 def _edited_product(layer: nn.Module, x: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     """W x + (x Aᵀ) B, and x Aᵀ (edits, rows·tokens, rank)."""
     if _has_kernel(layer, x, A):
-        from factpatch.kernels import edited_product
+        from factpatch.kernels.product import edited_product
 
         return edited_product(x, layer.weight, layer.bias, A, B)
     left = _per_edit(x, A) @ A.mT

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from factpatch.facts import Revision, normalize, same
+from factpatch.data.revisions import Revision
+from factpatch.facts import normalize, same
 
 
 def is_correct(prediction: str, answers: Sequence[str]) -> bool:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
+from factpatch.backends import no_cudnn_attention, tensor_core_products
 from factpatch.bench.shapes import kept_features, random_edits, random_rows, random_step
 from factpatch.bench.ways import forward_and_back, frozen_alone, propose_and_run, published_step, published_way
 from factpatch.deltas import Delta
-from factpatch.device import accelerator_on, no_cudnn_attention, tensor_core_products
 from factpatch.editors.hypernetwork import HyperNetwork
 from factpatch.engine import edited
 from factpatch.models import TaskModel
+from factpatch.processes import accelerator_on
 from factpatch.training import TrainConfig
 from factpatch.training.objective import Objective
 from factpatch.training.step import Learner

@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from factpatch.device import find_device, find_dtype
-from factpatch.editors.hypernetwork import EditBatch
-from factpatch.editors.network import Condition
+from factpatch.editors import Condition, EditBatch
 from factpatch.errors import InputError
 from factpatch.models import Classifier, Rows, Seq2Seq, TaskModel
 from factpatch.training.table import StepBatch, Targets
@@ -109,5 +108,7 @@ def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBat
 
 
 def kept_features(model: TaskModel, batch: StepBatch) -> Tensor:
-    assert batch.rows.places is not None
-    return model.features(Rows(batch.rows.inputs, batch.rows.labels, batch.rows.places[len(batch.edit.labels) :]))
+    assert batch.rows.target_positions is not None
+    return model.features(
+        Rows(batch.rows.inputs, batch.rows.labels, batch.rows.target_positions[len(batch.edit.labels) :])
+    )

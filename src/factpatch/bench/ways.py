@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from factpatch.constraints import kl
-from factpatch.editors.hypernetwork import EditBatch, HyperNetwork
+from factpatch.editors import EditBatch, HyperNetwork
 from factpatch.editors.network import WeightNormLinears
 from factpatch.engine import edited
 from factpatch.models import Rows, Seq2Seq, TaskModel
@@ -59,8 +59,8 @@ def published_step(
 ) -> None:
     """One edit a step, dense, as the paper's code trains: everything from the gradients to the optimizer."""
     logits = published_way(editor, model, batch.fact, batch.rows).float().flatten(0, -2)
-    assert batch.rows.places is not None
-    edit, keep = logits[batch.rows.places].split([len(batch.edit.labels), len(batch.keep.labels)])
+    assert batch.rows.target_positions is not None
+    edit, keep = logits[batch.rows.target_positions].split([len(batch.edit.labels), len(batch.keep.labels)])
     loss = F.cross_entropy(edit, batch.edit.labels)
     moved = kl(model.scores(kept), keep).mean()
     optimizer.zero_grad()

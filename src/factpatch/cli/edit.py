@@ -52,18 +52,18 @@ def edit(
 
     start = time.perf_counter()
     with working("loading"):
-        from factpatch.editors import load_editor
+        from factpatch.editors import Looped, load_editor
         from factpatch.models import load_model
 
         prepare(seed)
         task_model = load_model(model, device)
-        method = load_editor(editor, task_model.device)
+        method = Looped(load_editor(editor, task_model.device), loop)
         edits, unusable = _usable(task_model, edits, skip_bad)
     results: list[dict[str, Any]] = []
     size = method.at_once(task_model)  # as many patches as are in memory together
     with progress_bar("editing", len(edits)) as advance:
         for first in range(0, len(edits), size):
-            patches = method.propose(task_model, edits[first : first + size], loop=loop)
+            patches = method.propose(task_model, edits[first : first + size])
             after = task_model.predict_patched(patches, [patch.edits[0].x for patch in patches])
             for patch, said in zip(patches, after, strict=True):
                 path = save / f"{len(results) + 1:05}.safetensors" if save and facts else save

@@ -24,8 +24,8 @@ from factpatch.errors import InputError
 from factpatch.files import check_writable
 
 if TYPE_CHECKING:
+    from factpatch.data.revisions import Revision
     from factpatch.editors import EditMethod
-    from factpatch.facts import Revision
     from factpatch.models import TaskModel
 
 
@@ -72,11 +72,12 @@ def evaluate(
     _check_options(method, editor, layers, bound, select, valid, loop)
     check_writable(output)
     with working("loading"):
-        from factpatch.device import find_device, join_processes
+        from factpatch.data.revisions import read_revisions
+        from factpatch.device import find_device
         from factpatch.evaluation import evaluate as run
         from factpatch.evaluation import precise, sampled
-        from factpatch.facts import read_revisions
         from factpatch.models import load_model
+        from factpatch.processes import join_processes
 
         prepare(seed)
         bad: list[str] = []
@@ -130,12 +131,12 @@ def _check_options(
 def _method(
     model: TaskModel, method: str, editor: str | None, layers: str, bound: float | None, loop: int
 ) -> EditMethod:
-    from factpatch.editors import FineTune, GradientStep, Looped, load_editor
+    from factpatch.editors import Looped, create_method, load_editor
 
     if method == "hyper":
         loaded = load_editor(str(editor), model.device)
         return Looped(loaded, loop) if loop > 1 else loaded
-    return GradientStep(layers) if method == "gradient" else FineTune(layers, bound)
+    return create_method(method, layers=layers, bound=bound)
 
 
 def _selected(
@@ -145,10 +146,11 @@ def _selected(
 
     Of a training file the first by lot are those that `fit` held out, which the model does not know by heart.
     """
-    from factpatch.evaluation import editable, select, tries
-    from factpatch.facts import by_lot
+    from factpatch.data.holdout import hash_shuffled
+    from factpatch.data.revisions import editable
+    from factpatch.evaluation import select, tries
 
-    others = by_lot(revisions, seed)
+    others = hash_shuffled(revisions, seed)
     edits = editable(model, others)
     if len(others) < 2 or not edits:
         raise InputError("nothing is left to choose on: all revisions are edited; lower --edits, or give --valid")

@@ -43,7 +43,7 @@ def revise(
     start = time.perf_counter()
     with working("loading"):
         from factpatch.data.records import count_records, refuse_overwriting
-        from factpatch.data.revisions import revise as write_revisions
+        from factpatch.data.revise import revise as write_revisions
         from factpatch.device import find_dtype
         from factpatch.models import load_model
 

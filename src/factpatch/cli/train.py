@@ -56,8 +56,9 @@ def train(
 
     Example: factpatch train --model runs/fever --train fever-train.jsonl --output runs/fever-editor --minutes 10
     """
-    from factpatch.device import find_device, join_processes
+    from factpatch.device import find_device
     from factpatch.models import Classifier, load_model
+    from factpatch.processes import join_processes
     from factpatch.training import PRESETS, Train, resolve_config
 
     if steps and minutes:

@@ -10,7 +10,8 @@ from typing import Any
 from factpatch.data.chunked import write_in_chunks
 from factpatch.data.records import Record
 from factpatch.errors import ModelError
-from factpatch.facts import normalize, read_jsonl
+from factpatch.facts import normalize
+from factpatch.jsonl import read_jsonl
 from factpatch.models import Seq2Seq, TaskModel
 
 CHUNK = {"cpu": 32, "cuda": 2048}  # claims that are translated together and written together

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from factpatch.errors import FileError, InputError
-from factpatch.facts import normalize, read_jsonl, required_text, text_list
+from factpatch.facts import normalize
 from factpatch.files import content_hash
+from factpatch.jsonl import read_jsonl, required_text, text_list
 
 NOT_A_FACT = {normalize("NOT ENOUGH INFO")}  # FEVER's third label: neither SUPPORTS nor REFUTES
 

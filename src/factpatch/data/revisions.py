@@ -1,113 +1,100 @@
-"""From records to revisions ⟨x, y, a, Pˣ⟩: what the model says, what else it could say, paraphrases it agrees on."""
+"""Revisions ⟨x, y, a, Pˣ⟩: what training and evaluation know about each input of one model.
+
+A revision file begins with a record of its provenance: which model made it, from which data, with which settings. The
+predictions in it mean nothing to another model, so a file made by another model is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from factpatch.data.chunked import write_in_chunks
-from factpatch.data.records import Record
-from factpatch.facts import Revision, normalize, read_revisions, same
-from factpatch.models import Classifier, TaskModel
-from factpatch.models.base import Encoded
+from factpatch.errors import InputError, MismatchError
+from factpatch.facts import FactEdit, same
+from factpatch.jsonl import read_jsonl, required_text, text_list
+from factpatch.models import TaskModel
 
-CHUNK = {"cpu": 256, "cuda": 4096}  # records that are predicted together and written together
+PROVENANCE = "provenance"  # the key of a file's first record
 
 
-def revise(
-    model: TaskModel,
-    source: str | Path,
-    output: str | Path,
-    skip_bad: bool = False,
-    on_done: Callable[[int], object] = lambda records: None,
-) -> dict[str, Any]:
-    """Writes the revision file of a data file, and says what is in it. A killed run is taken up where it stopped."""
+@dataclass(frozen=True)
+class Revision:
+    """An input with all that training and evaluation need to know of it, as `factpatch revise` writes it."""
 
-    labels = model.labels if isinstance(model, Classifier) else ()
+    id: str
+    input: str
+    prediction: str  # the model's own
+    alternatives: tuple[str, ...]  # what it could be edited to say, most likely first
+    rephrases: tuple[str, ...]  # generated; the model says the same to each
+    human_rephrases: tuple[str, ...]  # written by people; likewise
+    answers: tuple[str, ...]  # gold
 
-    def check(record: Record) -> None:
-        model.check_input(record.input)
-        wanted = [record.alternative] if record.alternative else []
-        for target in (*wanted, *record.answers) if labels else wanted:
-            model.check_target(target)
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False)
 
-    counts = write_in_chunks(
-        source,
-        output,
-        lambda chunk: (chunk, encode_records(model, chunk)),
-        lambda read: [revision.to_json() for revision in revise_records(model, *read)],
-        settings={"model": model.identity, "dtype": str(model.model.dtype)},
-        size=CHUNK[model.device.type],
-        check=check,
-        skip_bad=skip_bad,
-        on_done=on_done,
-        labels=labels,
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a revision file comes from."""
+
+    model: str  # the model's identity
+    data: str  # sha256 of the data file
+    settings: dict[str, Any]  # such as the precision
+
+    def to_json(self) -> str:
+        return json.dumps({PROVENANCE: asdict(self)}, ensure_ascii=False)
+
+    def check_model(self, model: TaskModel, path: str | Path) -> None:
+        """Raises a MismatchError if another model made the file."""
+        if self.model != model.identity:
+            raise MismatchError(
+                f"{path} was made by model {self.model[:12]}, this is model {model.identity[:12]}; "
+                "make a file for this model with factpatch revise"
+            )
+
+
+def read_provenance(path: str | Path) -> Provenance | None:
+    """The provenance of a revision file, or None for a file written by hand."""
+    first = next(read_jsonl(path, lambda record: record, on_bad=lambda message: None), {})
+    found = first.get(PROVENANCE)
+    if found is None:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("settings"), dict):
+        raise InputError(f"{path}: the provenance record is damaged; make the file again with factpatch revise")
+    return Provenance(required_text(found, "model"), required_text(found, "data"), found["settings"])
+
+
+def read_revisions(path: str | Path, on_bad: Callable[[str], object] | None = None) -> Iterator[Revision]:
+    """Streams the revisions of a file."""
+    found = read_jsonl(path, lambda record: None if PROVENANCE in record else _parse_revision(record), on_bad)
+    return (revision for revision in found if revision is not None)
+
+
+def _parse_revision(record: dict[str, Any]) -> Revision:
+    lists = [text_list(record, key) for key in ("alternatives", "rephrases", "human_rephrases", "answers")]
+    return Revision(
+        required_text(record, "id"), required_text(record, "input"), required_text(record, "prediction"), *lists
     )
-    return {**_summary(output), "records": counts.read, "left_out": counts.left_out, "bad": counts.bad}
 
 
-def encode_records(model: TaskModel, records: Sequence[Record]) -> dict[str, Encoded]:
-    """All their texts that the model can read."""
-    return model.readable([text for r in records for text in (r.input, *r.rephrases, *r.human_rephrases)])
+def teachable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
+    """All revisions, each with those alternatives only that the model can say, and does not say already."""
+    sayable = model.sayable([text for revision in revisions for text in revision.alternatives])
+
+    def teachable_of(r: Revision) -> tuple[str, ...]:
+        return tuple(text for text in r.alternatives if text in sayable and not same(text, r.prediction))
+
+    return [replace(revision, alternatives=teachable_of(revision)) for revision in revisions]
 
 
-def revise_records(
-    model: TaskModel, records: Sequence[Record], encoded: dict[str, Encoded] | None = None
-) -> list[Revision]:
-    """All in a few batches: every input with its alternatives, every paraphrase with its prediction."""
-    encoded = encode_records(model, records) if encoded is None else encoded
-    for record in records:
-        if record.input not in encoded:
-            model.check_input(record.input)
-    ranked = model.rank([encoded[record.input] for record in records])
-    rephrases = dict.fromkeys(text for r in records for text in (*r.rephrases, *r.human_rephrases) if text in encoded)
-    best = model.rank([encoded[text] for text in rephrases], count=1)
-    said = {text: outputs[0] for text, outputs in zip(rephrases, best, strict=True)}
-
-    def agreeing(record: Record, rephrases: Sequence[str], prediction: str) -> tuple[str, ...]:
-        """Those that the model answers alike; none that is the input, or another of them, after normalising."""
-        kept = {normalize(record.input): ""}
-        for text in rephrases:
-            if text in said and same(said[text], prediction):
-                kept.setdefault(normalize(text), text)
-        return tuple(kept.values())[1:]
-
-    return [
-        Revision(
-            id=record.id,
-            input=record.input,
-            prediction=(prediction := outputs[0]),
-            alternatives=alternatives(model, record, outputs),
-            rephrases=agreeing(record, record.rephrases, prediction),
-            human_rephrases=agreeing(record, record.human_rephrases, prediction),
-            answers=record.answers,
-        )
-        for record, outputs in zip(records, ranked, strict=True)
-    ]
+def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
+    """The revisions that can be edits."""
+    return [revision for revision in teachable(model, revisions) if revision.alternatives]
 
 
-def alternatives(model: TaskModel, record: Record, outputs: Sequence[str]) -> tuple[str, ...]:
-    """What the data asks for, then the other labels, or the other beams that differ from the prediction."""
-    others = model.labels if isinstance(model, Classifier) else outputs
-    wanted = [record.alternative] if record.alternative else []
-    kept = {normalize(outputs[0]): ""}
-    for text in (*wanted, *outputs[1:], *others):
-        if text.strip():
-            kept.setdefault(normalize(text), text)
-    return tuple(kept.values())[1:]
-
-
-def _summary(output: str | Path) -> dict[str, Any]:
-    kept = with_alternative = with_paraphrase = with_human = 0
-    for revision in read_revisions(output):
-        kept += 1
-        with_alternative += bool(revision.alternatives)
-        with_paraphrase += bool(revision.rephrases or revision.human_rephrases)
-        with_human += bool(revision.human_rephrases)
-    shares = {
-        "with_alternative": with_alternative,
-        "with_paraphrase": with_paraphrase,
-        "with_human_paraphrase": with_human,
-    }
-    return {"kept": kept, **{key: number / kept for key, number in shares.items()}}
+def edit_of(revision: Revision) -> FactEdit:
+    """To the likeliest alternative."""
+    return FactEdit(x=revision.input, y=revision.prediction, a=revision.alternatives[0])

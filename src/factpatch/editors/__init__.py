@@ -1,17 +1,28 @@
 """Edit methods."""
 
 from factpatch.editors.base import EditMethod
-from factpatch.editors.finetune import BOUNDS, FineTune, GradientStep
-from factpatch.editors.hypernetwork import HyperNetwork, Looped, load_editor
+from factpatch.editors.finetune import BOUNDS, FineTune, GradientStep, Zhu
+from factpatch.editors.hypernetwork import HyperNetwork
+from factpatch.editors.looped import Looped
 from factpatch.editors.network import EditorConfig
+from factpatch.editors.registry import METHODS, create_method, find_method, load_editor, register
+from factpatch.editors.trainable import Condition, EditBatch, TrainableEditor
 
 __all__ = [
     "BOUNDS",
+    "METHODS",
+    "Condition",
+    "EditBatch",
     "EditMethod",
     "EditorConfig",
     "FineTune",
     "GradientStep",
     "HyperNetwork",
     "Looped",
+    "TrainableEditor",
+    "Zhu",
+    "create_method",
+    "find_method",
     "load_editor",
+    "register",
 ]

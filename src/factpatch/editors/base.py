@@ -12,23 +12,28 @@ from factpatch.patch import Patch, stack_patches
 
 
 class EditMethod(Protocol):
-    """The one signature of all methods. The model leaves `propose` as it came, also when it raises."""
+    """The one interface of all methods. The model leaves `propose` as it came, even if `propose` raises."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name under which the method is registered."""
+        ...
 
     def at_once(self, model: TaskModel) -> int:
         """How many edits are best made and run side by side."""
         ...
 
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
-        """One patch for each edit, made independently of the others."""
+        """One patch per edit, each made independently of the others."""
         ...
 
     def changes(self, model: TaskModel, edits: Sequence[FactEdit]) -> dict[str, Delta]:
-        """The same as stacks by weight, to be run side by side; some methods have these before they have patches."""
+        """The patches of all edits as one stack per weight, ready to run side by side.
+
+        Methods that have the stacks before they have patches override this.
+        """
         return stack_patches(self.propose(model, edits), model.layers)
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
-        """What tells it from others of its name: which layers it changes, and settings of its own."""
+        """The settings that tell this method from others of its name, for result files."""
         ...

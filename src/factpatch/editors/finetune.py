@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +27,17 @@ MOST_AT_ONCE = 32
 class FineTune(EditMethod):
     """RMSprop on ⟨x, a⟩ until the model says a; patches are dense.
 
-    Edits run side by side, each with a change of its own; one that has taken is left alone. With a `bound` no weight
-    may move further than that from where it was: after each step the change is projected back (Zhu et al.).
+    Edits run side by side, each with a change of its own. An edit that has succeeded is not changed any further.
     """
 
     layers: str = "all"  # or one block, such as bert.encoder.layer.0
-    bound: float | None = None
     lr: float = 1e-5
     steps: int = 100  # at most
+    bound: ClassVar[float | None] = None
 
     @property
     def name(self) -> str:
-        return "finetune" if self.bound is None else "zhu"
+        return "finetune"
 
     def at_once(self, model: TaskModel) -> int:
         return at_once(model, chosen_layers(model, self.layers), tensors=4)  # change, gradient, its square, a copy
@@ -98,6 +97,20 @@ class FineTune(EditMethod):
         for change in changes.values():
             change.requires_grad_(False)
         return gradients
+
+
+@dataclass(frozen=True)
+class Zhu(FineTune):
+    """Fine-tuning that keeps every weight within ±bound of its original value (Zhu et al., 2020).
+
+    The change is projected back after each step.
+    """
+
+    bound: float = field(kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride] (a field here)
+
+    @property
+    def name(self) -> str:
+        return "zhu"
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from factpatch.deltas import LowRank, aligned
-from factpatch.device import has_kernels
+from factpatch.editors.trainable import Condition
 from factpatch.engine import Trace
 from factpatch.errors import InputError
+from factpatch.kernels import has_kernels
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,6 @@ class EditorConfig:
         ]
         if wrong:
             raise InputError(f"expected editor sizes above 0, found {', '.join(wrong)}")
-
-
-@dataclass(frozen=True)
-class Condition:
-    """The facts as the hyper-network reads them: `y >> a || x`, tokens of the edited model."""
-
-    ids: Tensor  # (edits, tokens)
-    lengths: Tensor  # (edits,)
 
 
 class FactEncoder(nn.Module):
@@ -80,7 +73,7 @@ class Gates:
         vectors = (self.gradient_in, self.bias_in, self.gradient_out, self.bias_out)
         X, D = [trace.X for trace in traces], [trace.D for trace in traces]
         if gradients and X[0].is_cuda and X[0].shape[1] < 512 and has_kernels(X[0].device):
-            from factpatch.kernels import GatedTokens
+            from factpatch.kernels.gates import GatedTokens
 
             rank = aligned(X[0].shape[1] + 1, X[0])
             unbound = [vector.unbind(0) for vector in vectors]

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from factpatch.data.revisions import Revision
 from factpatch.deltas import Delta, LowRank
 from factpatch.engine import edited
 from factpatch.evaluation.measure import Examined, Examiner
-from factpatch.facts import Revision, normalize
+from factpatch.facts import normalize
 from factpatch.files import atomic_file
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches

@@ -11,38 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from factpatch.backends import no_cudnn_attention
 from factpatch.constraints import kl
+from factpatch.data.revisions import Revision, edit_of
 from factpatch.deltas import Delta
-from factpatch.device import no_cudnn_attention
 from factpatch.editors import EditMethod
 from factpatch.engine import edited
 from factpatch.errors import InputError
-from factpatch.facts import FactEdit, Revision, same
+from factpatch.facts import same
 from factpatch.metrics import Others, Outcome, outcome
 from factpatch.models import Rows, TaskModel
-from factpatch.models.seq2seq import NO_TARGET
-
-PLACES_AT_ONCE = 8192  # whose scores over a whole vocabulary are there together
-
-
-def teachable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
-    """All revisions, each with those alternatives only that the model can say, and does not say already."""
-    sayable = model.sayable([text for revision in revisions for text in revision.alternatives])
-
-    def teachable_of(r: Revision) -> tuple[str, ...]:
-        return tuple(text for text in r.alternatives if text in sayable and not same(text, r.prediction))
-
-    return [replace(revision, alternatives=teachable_of(revision)) for revision in revisions]
-
-
-def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
-    """The revisions that can be edits."""
-    return [revision for revision in teachable(model, revisions) if revision.alternatives]
-
-
-def edit_of(revision: Revision) -> FactEdit:
-    """To the likeliest alternative."""
-    return FactEdit(x=revision.input, y=revision.prediction, a=revision.alternatives[0])
+from factpatch.models.base import NO_TARGET, POSITIONS_AT_ONCE
 
 
 def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
@@ -148,7 +127,7 @@ class Examiner:
         labels = rows.labels
         assert labels is not None
         places = labels.flatten().ne(NO_TARGET).nonzero().squeeze(1)
-        rows = replace(rows, places=places)
+        rows = replace(rows, target_positions=places)
         width = labels.shape[1] if labels.dim() == 2 else 1
         return _Batch(numbers, rows, self.model.features(rows), places // width)
 
@@ -205,7 +184,7 @@ class Examiner:
         return [said[e * count : (e + 1) * count] for e in range(edits)], scores, moved
 
     def _repeated(self, batch: _Batch, inputs: dict[str, Tensor], edits: int) -> Rows:
-        labels, places = batch.rows.labels, batch.rows.places
+        labels, places = batch.rows.labels, batch.rows.target_positions
         assert labels is not None
         assert places is not None
         offsets = torch.arange(edits, device=places.device)[:, None] * labels.numel()
@@ -218,12 +197,12 @@ class Examiner:
         assert batch.before is not None
         assert batch.row is not None
         assert batch.rows.labels is not None
-        assert batch.rows.places is not None
-        labels = batch.rows.labels.flatten()[batch.rows.places]
+        assert batch.rows.target_positions is not None
+        labels = batch.rows.labels.flatten()[batch.rows.target_positions]
         places = len(labels)
         log_p, moved = [], []
-        for start in range(0, places, PLACES_AT_ONCE // edits or 1):
-            part = slice(start, start + (PLACES_AT_ONCE // edits or 1))
+        for start in range(0, places, POSITIONS_AT_ONCE // edits or 1):
+            part = slice(start, start + (POSITIONS_AT_ONCE // edits or 1))
             before = self.model.scores(batch.before[part])  # (places, classes)
             after = self.model.scores(features.view(edits, places, -1)[:, part])  # (edits, places, classes)
             log_p.append(-F.cross_entropy(after.movedim(-1, 1), labels[part].expand(edits, -1), reduction="none"))

@@ -14,17 +14,20 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from factpatch.device import find_dtype, from_first, join_processes, surroundings, tensor_core_products
-from factpatch.editors import BOUNDS, EditMethod, FineTune
+from factpatch.backends import tensor_core_products
+from factpatch.data.revisions import Revision, edit_of, editable
+from factpatch.device import find_dtype, surroundings
+from factpatch.editors import BOUNDS, EditMethod, FineTune, Zhu
 from factpatch.errors import FileError, InputError
 from factpatch.evaluation.details import write_details
-from factpatch.evaluation.measure import Examined, Examiner, edit_of, editable, measure, predicted_now
-from factpatch.facts import Revision, read_jsonl
+from factpatch.evaluation.measure import Examined, Examiner, measure, predicted_now
 from factpatch.files import ResumableLines, atomic_file
+from factpatch.jsonl import read_jsonl
 from factpatch.metrics import Outcome, intervals, summary
 from factpatch.models import Classifier, TaskModel
 from factpatch.models.layers import block_names
 from factpatch.patch import stack_patches
+from factpatch.processes import from_first, join_processes
 
 SELECT_EDITS, SELECT_INPUTS = 50, 200  # that a baseline's block and bound are chosen on
 
@@ -197,7 +200,7 @@ def select(
 
     def best_of(choices: Sequence[tuple[str, float | None]]) -> tuple[str, float | None]:
         for block, bound in choices:
-            found = summary(measure(FineTune(block, bound), model, edits, others))
+            found = summary(measure(_baseline(block, bound), model, edits, others))
             tried.append({"layers": block, "bound": bound, "success": found["success"], "retain": found["retain"]})
             on_done(1)
         here = tried[-len(choices) :]
@@ -206,7 +209,11 @@ def select(
     block = best_of([(name, None) for name in block_names(model.layers)])[0] if layers == "block" else layers
     bound = best_of([(block, bound) for bound in BOUNDS])[1] if bounded else None
     block, bound, tried = from_first((block, bound, tried))
-    return FineTune(block, bound), tried
+    return _baseline(block, bound), tried
+
+
+def _baseline(layers: str, bound: float | None) -> FineTune:
+    return FineTune(layers) if bound is None else Zhu(layers, bound=bound)
 
 
 def tries(model: TaskModel, layers: str, bounded: bool) -> int:

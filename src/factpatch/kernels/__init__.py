@@ -1,13 +1,32 @@
-"""GPU kernels, in Triton, of what torch's own do at a fraction of the memory's speed.
+"""GPU kernels, written in Triton, for shapes on which torch's own kernels are slow.
 
-Importable where Triton is, which comes with torch for GPUs. Triton launches on the thread's current device, so each
-launch makes its tensors' device that for as long.
+Importing this package does not import Triton, which comes only with torch for GPUs; the modules in it do.
 """
 
-from factpatch.kernels.attention import ShortAttention
-from factpatch.kernels.divergence import Divergence
-from factpatch.kernels.gates import GatedTokens
-from factpatch.kernels.norm import Norm
-from factpatch.kernels.product import edited_product
+from __future__ import annotations
 
-__all__ = ["Divergence", "GatedTokens", "Norm", "ShortAttention", "edited_product"]
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+
+def kernels_take(x: Tensor) -> bool:
+    """Whether our kernels can run on this tensor: half precision, on a supported GPU."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_kernels(x.device)
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether our kernels run on a GPU."""
+    if find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        from factpatch.kernels.norm import Norm
+
+        one = torch.ones(16, device=device, dtype=torch.bfloat16)
+        Norm.apply(one, one, one, 1e-5)
+    except Exception:  # Triton may lack what it needs to compile, such as a C compiler; torch's kernels serve then
+        return False
+    return True

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from factpatch.device import no_cudnn_attention, onto
+from factpatch.backends import no_cudnn_attention
+from factpatch.device import to_device
 from factpatch.engine import edited
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit, same
@@ -28,6 +29,8 @@ from factpatch.patch import Patch, fingerprint, hash_tensors, stack_patches
 # Padded tokens of one inference batch: enough to keep the device busy, little enough to fit beside a base-sized model.
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 262_144}
 
+NO_TARGET = -100  # label that cross_entropy ignores
+POSITIONS_AT_ONCE = 8192  # target positions whose scores over a whole vocabulary are in memory together
 PATCHES_PER_BATCH = 32  # different patches in one forward
 Encoded = dict[str, list[int]]  # one text: token numbers, attention mask and what else the model's forward takes
 
@@ -38,7 +41,9 @@ class Rows:
 
     inputs: dict[str, Tensor]  # what the model's forward takes, each (rows, tokens)
     labels: Tensor | None = None  # (rows,) class numbers, or (rows, tokens) with -100 where there is no target
-    places: Tensor | None = None  # the targets that count, numbered through rows and their tokens; all, if left out
+    target_positions: Tensor | None = (
+        None  # the targets that count, numbered through rows and their tokens; all, if left out
+    )
 
     def __len__(self) -> int:
         return len(self.inputs["input_ids"])
@@ -294,7 +299,7 @@ def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:
     filled = np.full((len(ids), max(map(len, ids), default=0)), fill, dtype=np.int64)
     for row, own in zip(filled, ids, strict=True):
         row[: len(own)] = own
-    return onto(device, filled)
+    return to_device(device, filled)
 
 
 def padded_inputs(model: TaskModel, encoded: Sequence[Encoded]) -> dict[str, Tensor]:

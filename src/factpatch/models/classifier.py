@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification
 
-from factpatch.device import onto
+from factpatch.device import to_device
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import normalize
 from factpatch.models.base import Encoded, Rows, TaskModel, padded_inputs
@@ -33,7 +33,7 @@ class Classifier(TaskModel):
         return [self.labels.index(self.check_target(target)) for target in targets]
 
     def collate(self, encoded: Sequence[Encoded], targets: Sequence[int] | None = None) -> Rows:
-        labels = None if targets is None else onto(self.device, targets)
+        labels = None if targets is None else to_device(self.device, targets)
         return Rows(padded_inputs(self, encoded), labels)
 
     def logits(self, rows: Rows) -> Tensor:
@@ -41,7 +41,7 @@ class Classifier(TaskModel):
 
     def features(self, rows: Rows) -> Tensor:
         logits = self.model(**rows.inputs).logits
-        return logits if rows.places is None else logits.index_select(0, rows.places)
+        return logits if rows.target_positions is None else logits.index_select(0, rows.target_positions)
 
     def head(self, features: Tensor) -> Tensor:
         return features

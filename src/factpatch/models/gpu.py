@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from factpatch.device import kernels_take
+from factpatch.kernels import kernels_take
 
 MULTIPLE = 8  # of rows, that tensor cores take well
 LONGEST, WIDEST = 64, 128  # tokens of a text and width of a head, that one program of the attention kernel holds
@@ -39,7 +39,7 @@ class FrozenLayerNorm(nn.LayerNorm):
         frozen = not self.weight.requires_grad and not torch.compiler.is_compiling()
         if not (frozen and input.shape[-1] <= WIDEST_NORM and kernels_take(input)):
             return super().forward(input)
-        from factpatch.kernels import Norm
+        from factpatch.kernels.norm import Norm
 
         return Norm.apply(input, self.weight, self.bias, self.eps)
 
@@ -77,7 +77,7 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling=scaling, is_causal=is_causal, **options
         )
-    from factpatch.kernels import ShortAttention
+    from factpatch.kernels.attention import ShortAttention
 
     mask = None if attention_mask is None else attention_mask.expand(rows, 1, queries, keys)
     scale = width**-0.5 if scaling is None else scaling

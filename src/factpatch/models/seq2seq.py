@@ -13,11 +13,10 @@ from transformers import AutoModelForSeq2SeqLM
 
 from factpatch.errors import InputError
 from factpatch.facts import same
-from factpatch.models.base import Encoded, Rows, TaskModel, padded, padded_inputs
+from factpatch.models.base import NO_TARGET, Encoded, Rows, TaskModel, padded, padded_inputs
 from factpatch.models.beam import beam_search, knows
 from factpatch.models.gpu import align
 
-NO_TARGET = -100  # what cross_entropy leaves out
 MOST_SPELLED = 200_000  # answers that are remembered as texts
 MAX_ANSWER_TOKENS = 32  # where the model's folder says nothing
 
@@ -62,7 +61,7 @@ class Seq2Seq(TaskModel):
 
         def pick(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
             hidden = args[0].flatten(0, 1)  # (rows·tokens, width)
-            read.append(hidden if rows.places is None else hidden.index_select(0, rows.places))
+            read.append(hidden if rows.target_positions is None else hidden.index_select(0, rows.target_positions))
             return (read[0][:0, None],)  # no token is left for the head itself
 
         handle = self._head.register_forward_pre_hook(pick)

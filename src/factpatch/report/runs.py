@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from factpatch.errors import FileError, InputError
-from factpatch.facts import required_text, text_list
+from factpatch.jsonl import required_text, text_list
 
 METRICS = ("success", "retain", "equivalence", "equivalence_human", "deterioration", "kl_mean", "kl_worst")
 METHODS = {"hyper": "KnowledgeEditor", "finetune": "Fine-tune", "zhu": "Zhu et al.", "gradient": "Gradient"}

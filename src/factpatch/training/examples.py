@@ -10,7 +10,7 @@ from typing import Any
 
 from factpatch.data.records import Counts, Record, read_records
 from factpatch.errors import InputError
-from factpatch.facts import Numbered, by_lot, normalize
+from factpatch.facts import normalize
 from factpatch.models.base import Encoded
 
 BUCKET = 50  # batches whose examples are sorted by length together
@@ -20,21 +20,6 @@ BUCKET = 50  # batches whose examples are sorted by length together
 class Example:
     encoded: Encoded
     target: Any  # a class number or token numbers
-
-
-def hold_out(facts: Sequence[Numbered], size: int, seed: int) -> tuple[list[Numbered], list[Numbered]]:
-    """A slice of train for choosing, and the rest for training.
-
-    What is held out when a model learns its facts is held out, too, when an editor learns from its revisions. So
-    editors are chosen on what their model was not told, as what they will be used on.
-    """
-    if not 0 < size < len(facts):
-        raise InputError(
-            f"expected at least 10 records, and more than the {size} that are held out, found {len(facts)}; bring more"
-            " or hold fewer out"
-        )
-    order = by_lot(facts, seed)
-    return order[:size], order[size:]
 
 
 def batches_from(examples: list[Example], size: int, seed: int, step: int) -> Iterator[list[Example]]:

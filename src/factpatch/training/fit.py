@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from factpatch.backends import no_cudnn_attention
+from factpatch.data.holdout import hold_out
 from factpatch.data.records import Counts, Record, source_hash
-from factpatch.device import accelerator_on, find_device, no_cudnn_attention, onto, surroundings
+from factpatch.device import find_device, surroundings, to_device
 from factpatch.errors import InputError
 from factpatch.facts import normalize
 from factpatch.files import files_into
 from factpatch.metrics import accuracy
 from factpatch.models import Classifier, Seq2Seq, TaskModel, load_model
 from factpatch.models.seq2seq import MAX_ANSWER_TOKENS
+from factpatch.processes import accelerator_on
 from factpatch.training.checkpoint import (
     load_checkpoint,
     optimizer_tensors,
@@ -29,8 +32,8 @@ from factpatch.training.checkpoint import (
     restore_random_state,
     save_checkpoint,
 )
-from factpatch.training.examples import Example, batches_from, hold_out, read_answered
-from factpatch.training.run import Clock, Run, as_good, copy_of, sum_gradients, summed
+from factpatch.training.examples import Example, batches_from, read_answered
+from factpatch.training.run import Clock, Run, copy_of, sum_gradients, summed, within_error_of_best
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,7 @@ class Fit(Run):
     def _validate(self, number: int) -> None:
         loss = self._look()
         score = self._score(self.held_out)
-        if as_good(score, [record["held_out"] for record in self.metrics], len(self.held_out)):
+        if within_error_of_best(score, [record["held_out"] for record in self.metrics], len(self.held_out)):
             self.best_score, self.best_step, self.best = score, self.step, copy_of(self.model.model)
         self.metrics.append({"step": self.step, "loss": loss, "held_out": score, "seconds": self.clock.seconds()})
 
@@ -330,8 +333,8 @@ def summed_loss(model: TaskModel, examples: Sequence[Example], config: FitConfig
         return classifier_losses(model.logits(rows), labels, config.entropy).sum()
     width = labels.shape[1]
     numbers = [width * i + t for i, example in enumerate(examples) for t in range(len(example.target))]
-    places = onto(labels.device, numbers)
-    scores = model.scores(model.features(replace(rows, places=places)))
+    places = to_device(labels.device, numbers)
+    scores = model.scores(model.features(replace(rows, target_positions=places)))
     wanted = labels.flatten().index_select(0, places)
     return F.cross_entropy(scores, wanted, label_smoothing=config.label_smoothing, reduction="sum")
 

@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from factpatch.backends import no_cudnn_attention, tensor_core_products
 from factpatch.constraints import kl, lp
 from factpatch.deltas import Delta, LowRank, add
-from factpatch.device import no_cudnn_attention, tensor_core_products
-from factpatch.editors import HyperNetwork
+from factpatch.editors import TrainableEditor
 from factpatch.engine import edited
-from factpatch.evaluation.measure import PLACES_AT_ONCE
 from factpatch.models import Rows, TaskModel
-from factpatch.models.seq2seq import NO_TARGET
+from factpatch.models.base import NO_TARGET, POSITIONS_AT_ONCE
 from factpatch.training.config import TrainConfig
 from factpatch.training.table import Numbers, RevisionTable, StepBatch, Targets
 
@@ -44,7 +43,7 @@ class Objective:
         self.config = config
         self.unedited = unedited
 
-    def __call__(self, editor: HyperNetwork, batch: StepBatch) -> Measured:
+    def __call__(self, editor: TrainableEditor, batch: StepBatch) -> Measured:
         """Differentiable in the editor's parameters."""
         deltas = self._update(editor, batch)
         with edited(self.model.layers, deltas):
@@ -66,7 +65,7 @@ class Objective:
                 values.append(edits.sum() / self.config.edits)
         return Measured(loss, torch.stack(values) if values else loss.new_zeros(0))
 
-    def _update(self, editor: HyperNetwork, batch: StepBatch) -> dict[str, Delta]:
+    def _update(self, editor: TrainableEditor, batch: StepBatch) -> dict[str, Delta]:
         """The edits' changes; with several updates, each is computed on the model as the last one left it."""
         deltas = editor.update(self.model, batch.fact)
         for _ in range(self.config.updates - 1):
@@ -89,8 +88,8 @@ class Objective:
     def _kept(self, batch: StepBatch) -> Tensor:
         if self.unedited is not None:
             return self.unedited.index_select(0, batch.keep.numbers)
-        assert batch.rows.places is not None
-        rows = replace(batch.rows, places=batch.rows.places[len(batch.edit.labels) :])
+        assert batch.rows.target_positions is not None
+        rows = replace(batch.rows, target_positions=batch.rows.target_positions[len(batch.edit.labels) :])
         return _outputs(self.model, rows, batch.keep.labels, self.config.kl_over)
 
 
@@ -107,7 +106,7 @@ def unedited_outputs(
     for _, rows, targets in _pool_batches(model, table, on_share):
         outputs = _outputs(model, rows, targets.labels, table.config.kl_over)
         if kept is None:
-            kept = outputs.new_zeros(table.places, outputs.shape[1])
+            kept = outputs.new_zeros(table.target_positions, outputs.shape[1])
         real = targets.weights > 0
         kept[targets.numbers[real]] = outputs[real]
     assert kept is not None
@@ -167,14 +166,14 @@ def _outputs(model: TaskModel, rows: Rows, labels: Tensor, kl_over: str) -> Tens
 
 def _token_losses(model: TaskModel, features: Tensor, labels: Tensor) -> Tensor:
     """Of each place; the scores of a vocabulary are made for some of them at a time."""
-    parts = zip(features.split(PLACES_AT_ONCE), labels.split(PLACES_AT_ONCE), strict=True)
+    parts = zip(features.split(POSITIONS_AT_ONCE), labels.split(POSITIONS_AT_ONCE), strict=True)
     return torch.cat([F.cross_entropy(model.scores(part), wanted, reduction="none") for part, wanted in parts])
 
 
 def _row_of_each_place(rows: Rows) -> Tensor:
-    assert rows.places is not None
+    assert rows.target_positions is not None
     assert rows.labels is not None
-    return rows.places // rows.labels.shape[-1] if rows.labels.dim() == 2 else rows.places
+    return rows.target_positions // rows.labels.shape[-1] if rows.labels.dim() == 2 else rows.target_positions
 
 
 def _fits(model: TaskModel, table: RevisionTable) -> bool:
@@ -185,7 +184,7 @@ def _fits(model: TaskModel, table: RevisionTable) -> bool:
     with torch.no_grad():
         width = model.features(rows).shape[1]
     free, _ = torch.cuda.mem_get_info(model.device)
-    return table.places * width * model.model.dtype.itemsize < MEMORY_SHARE * free
+    return table.target_positions * width * model.model.dtype.itemsize < MEMORY_SHARE * free
 
 
 def _detached(delta: Delta) -> Delta:

@@ -117,14 +117,14 @@ class Run(ABC):
 
     def _loop(self, validations: int, checkpoint_seconds: float) -> None:
         """To the end; or until asked to stop, which is an error to whoever waits for the result."""
-        done, _ = agree(self.accelerator, self.clock.share(self.step), False)
+        done, _ = sync_progress(self.accelerator, self.clock.share(self.step), False)
         validated = int(done * validations)
         told = saved = time.perf_counter()
         with stop_signals() as asked_to_stop:
             while done < 1 or self.step == 0:
                 self._update(done)
                 self.step += 1
-                done, stop = agree(self.accelerator, self.clock.share(self.step), asked_to_stop.is_set())
+                done, stop = sync_progress(self.accelerator, self.clock.share(self.step), asked_to_stop.is_set())
                 due = int(done * validations) > validated or done >= 1
                 now = time.perf_counter()
                 if due:
@@ -163,7 +163,7 @@ def schedule(share: float, warmup: float, kind: str = "linear") -> float:
     return (1 - share) / (1 - warmup) if kind == "linear" else 1.0
 
 
-def as_good(score: float, earlier: Sequence[float], records: int, errors: float = 1.0) -> bool:
+def within_error_of_best(score: float, earlier: Sequence[float], records: int, errors: float = 1.0) -> bool:
     """Whether a later score, a share of so many records, is within so many standard errors of the best.
 
     The slice is small, and of scores that it cannot tell apart the latest is the one to trust: it has seen the most
@@ -174,7 +174,7 @@ def as_good(score: float, earlier: Sequence[float], records: int, errors: float 
     return score >= best - errors * math.sqrt(share * (1 - share) / (records + 4))
 
 
-def agree(accelerator: Accelerator, share: float, stop: bool) -> tuple[float, bool]:
+def sync_progress(accelerator: Accelerator, share: float, stop: bool) -> tuple[float, bool]:
     """Where the run stands and whether it was asked to stop, the same in all processes."""
     if accelerator.num_processes == 1:
         return share, stop

@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from factpatch.device import no_cudnn_attention, tensor_core_products
-from factpatch.editors import HyperNetwork
+from factpatch.backends import no_cudnn_attention, tensor_core_products
+from factpatch.editors import TrainableEditor
 from factpatch.training.config import TrainConfig
 from factpatch.training.graphs import Graphed, Tensors
 from factpatch.training.lagrangian import Lagrangian
@@ -21,7 +21,7 @@ from factpatch.training.table import StepBatch
 class Learner:
     """All that a step changes: the editor, the multipliers, and the optimizer of both."""
 
-    def __init__(self, editor: HyperNetwork, config: TrainConfig, objective: Objective, accelerator: Accelerator):
+    def __init__(self, editor: TrainableEditor, config: TrainConfig, objective: Objective, accelerator: Accelerator):
         self.editor = editor
         self.config = config
         self.objective = objective

@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from factpatch.device import onto
-from factpatch.editors.hypernetwork import EditBatch, condition_text
-from factpatch.editors.network import Condition
+from factpatch.data.revisions import Revision, teachable
+from factpatch.device import to_device
+from factpatch.editors import Condition, EditBatch, TrainableEditor
 from factpatch.errors import InputError
-from factpatch.evaluation import teachable
-from factpatch.facts import FactEdit, Revision, normalize
+from factpatch.facts import FactEdit, normalize
 from factpatch.models import Rows, TaskModel
-from factpatch.models.base import Encoded, padded
-from factpatch.models.seq2seq import NO_TARGET
+from factpatch.models.base import NO_TARGET, Encoded, padded
 from factpatch.training.config import TrainConfig
 
 Numbers = NDArray[np.int64]
@@ -79,7 +77,7 @@ class _Columns:
 class RevisionTable:
     """Revisions to edit, and to keep."""
 
-    def __init__(self, model: TaskModel, revisions: Sequence[Revision], config: TrainConfig):
+    def __init__(self, model: TaskModel, editor: TrainableEditor, revisions: Sequence[Revision], config: TrainConfig):
         self.config = config
         self.device = model.device
         self.few_shapes = model.device.type == "cuda" and config.graphs and config.split == 1
@@ -101,7 +99,7 @@ class RevisionTable:
             for r, wanted_of in zip(revisions, wanted, strict=True)
         )
         self.conditions = _Ragged(
-            [facts[condition_text(FactEdit(r.input, text, r.prediction))] for text in wanted_of]
+            [facts[editor.condition_text(FactEdit(r.input, text, r.prediction))] for text in wanted_of]
             for r, wanted_of in zip(revisions, wanted, strict=True)
         )
         # No more others than the whole run can look at: each one's unedited outputs are computed once.
@@ -123,7 +121,7 @@ class RevisionTable:
         self.targets = padded(tokens, NO_TARGET, self.device)
         lengths = self.target_lengths[self.kept.flat]
         self.first_places = np.cumsum(lengths) - lengths  # of each kept target
-        self.places = int(lengths.sum())
+        self.target_positions = int(lengths.sum())
 
     def _paraphrases(self, revision: Revision) -> tuple[str, ...]:
         return {
@@ -183,17 +181,19 @@ class RevisionTable:
         """The plan's rows. Weights are shares of a mean over `total` edits, of which the plan may be a part."""
         inputs = self.inputs[plan.revisions]
         wanted = self.alternatives.at(plan.revisions, plan.alternatives)  # (edits,)
-        hats = np.concatenate([inputs[:, None], plan.paraphrases], 1)  # (edits, input and paraphrases)
-        like_hats = np.ones_like(hats)
-        edit = _Columns(hats, wanted[:, None] * like_hats, like_hats / hats.shape[1], 0 * like_hats)
+        edit_texts = np.concatenate([inputs[:, None], plan.paraphrases], 1)  # (edits, input and paraphrases)
+        like_edit_texts = np.ones_like(edit_texts)
+        edit = _Columns(
+            edit_texts, wanted[:, None] * like_edit_texts, like_edit_texts / edit_texts.shape[1], 0 * like_edit_texts
+        )
         keep = self._kept_columns(plan.others)
         texts = np.concatenate([edit.texts, keep.texts], 1)  # (edits, rows)
         labels = self._labels(np.concatenate([edit.targets, keep.targets], 1).ravel())
         rows = np.arange(texts.size).reshape(texts.shape)
-        edit_targets, edit_places = self._filled(*self._targets(edit, rows[:, : hats.shape[1]], labels, total))
-        keep_targets, keep_places = self._filled(*self._targets(keep, rows[:, hats.shape[1] :], labels, total))
+        edit_targets, edit_places = self._filled(*self._targets(edit, rows[:, : edit_texts.shape[1]], labels, total))
+        keep_targets, keep_places = self._filled(*self._targets(keep, rows[:, edit_texts.shape[1] :], labels, total))
         facts = self.conditions.at(plan.revisions, plan.alternatives)
-        condition = Condition(self.facts.pick(facts)["input_ids"], onto(self.device, self.facts.lengths[facts]))
+        condition = Condition(self.facts.pick(facts)["input_ids"], to_device(self.device, self.facts.lengths[facts]))
         return StepBatch(
             fact=EditBatch(Rows(self.texts.pick(inputs), self._labels(wanted)), condition),
             rows=Rows(self.texts.pick(texts.ravel()), labels, torch.cat([edit_places, keep_places])),
@@ -226,13 +226,13 @@ class RevisionTable:
         width = 1 if self.classes else labels.shape[1]
         lengths = self.target_lengths[columns.targets.ravel()]
         row, token = np.nonzero(np.arange(width) < lengths[:, None])
-        places = onto(self.device, rows.ravel()[row] * width + token)
+        places = to_device(self.device, rows.ravel()[row] * width + token)
         weights = columns.weights.ravel()[row] / lengths[row] / total
         return (
             Targets(
                 labels=labels.flatten().index_select(0, places),
-                weights=onto(self.device, weights.astype(np.float32)),
-                numbers=onto(self.device, columns.numbers.ravel()[row] + token),
+                weights=to_device(self.device, weights.astype(np.float32)),
+                numbers=to_device(self.device, columns.numbers.ravel()[row] + token),
             ),
             places,
         )
@@ -253,7 +253,7 @@ class RevisionTable:
         """(rows,) classes, or (rows, tokens)"""
         width = int(self.target_lengths[targets].max())
         width += -width % TARGET_STEP if self.few_shapes else 0
-        picked = self.targets[onto(self.device, targets), :width]
+        picked = self.targets[to_device(self.device, targets), :width]
         return picked[:, 0] if self.classes else picked
 
 
@@ -270,7 +270,7 @@ class _Texts:
     def pick(self, numbers: Numbers) -> dict[str, Tensor]:
         width = int(self.lengths[numbers].max())
         width += -width % self.step
-        index = onto(self.columns["input_ids"].device, numbers)
+        index = to_device(self.columns["input_ids"].device, numbers)
         return {key: column[index, :width] for key, column in self.columns.items()}
 
 

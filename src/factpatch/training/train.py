@@ -16,15 +16,18 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from factpatch.backends import tensor_core_products
+from factpatch.data.holdout import hold_out
 from factpatch.data.records import source_hash
-from factpatch.device import accelerator_on, find_dtype, from_first, surroundings, tensor_core_products
+from factpatch.data.revisions import Revision, editable, read_revisions
+from factpatch.device import find_dtype, surroundings
 from factpatch.editors import HyperNetwork, Looped
 from factpatch.errors import InputError, TrainingError
-from factpatch.evaluation import editable, measure, predicted_now
-from factpatch.facts import Revision, read_revisions
+from factpatch.evaluation import measure, predicted_now
 from factpatch.files import atomic_file
 from factpatch.metrics import summary
 from factpatch.models import TaskModel
+from factpatch.processes import accelerator_on, from_first
 from factpatch.training.checkpoint import (
     load_checkpoint,
     optimizer_tensors,
@@ -32,9 +35,8 @@ from factpatch.training.checkpoint import (
     save_checkpoint,
 )
 from factpatch.training.config import TrainConfig, config_from_json, config_to_json
-from factpatch.training.examples import hold_out
 from factpatch.training.objective import Objective, doubts, unedited_outputs
-from factpatch.training.run import Clock, Run, as_good, copy_of
+from factpatch.training.run import Clock, Run, copy_of, within_error_of_best
 from factpatch.training.step import Learner
 from factpatch.training.table import RevisionTable
 
@@ -111,7 +113,7 @@ class Train(Run):
                     f"{source}: expected revisions with alternatives {name}, found none; make them with revise"
                 )
         predicted_now(self.model, revisions[:64])  # or they are another model's
-        self.table = table = RevisionTable(self.model, revisions, self.config)
+        self.table = table = RevisionTable(self.model, self.editor, revisions, self.config)
         unedited = unedited_outputs(self.model, table, on_prepared)
         if self.config.others == "unsure" and self.config.others_a_step:
             table.prefer(from_first(doubts(self.model, table, unedited, on_prepared)))
@@ -228,7 +230,7 @@ class Train(Run):
             chance.sample(self.held_out, min(config.validation_inputs, len(self.held_out))),
         )
         # Two errors: each validation draws a sample of its own.
-        if as_good(_score(found), [_score(record) for record in self.metrics], len(edits), errors=2):
+        if within_error_of_best(_score(found), [_score(record) for record in self.metrics], len(edits), errors=2):
             self.best_step, self.best = self.step, copy_of(self.editor)
         seconds = self.clock.seconds()
         record = {

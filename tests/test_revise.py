@@ -11,11 +11,12 @@ import pytest
 import tiny
 from samples import LABELS, answerer, counterfact, fact_checker, fever, read_lines, texts, write_lines
 
-from factpatch.data import revisions
+from factpatch.data import revise as revise_module
 from factpatch.data.records import Record, count_records
-from factpatch.data.revisions import alternatives, revise, revise_records
+from factpatch.data.revise import alternatives, revise, revise_records
+from factpatch.data.revisions import read_revisions
 from factpatch.errors import FileError, InputError
-from factpatch.facts import normalize, read_revisions
+from factpatch.facts import normalize
 from factpatch.models import Classifier, TaskModel, load_model
 
 
@@ -226,7 +227,7 @@ def test_progress_counts_all_records(
     checker: TaskModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
     """Also those that are not used, between the others and after the last, which may end a chunk."""
-    monkeypatch.setitem(revisions.CHUNK, "cpu", 4)
+    monkeypatch.setitem(revise_module.CHUNK, "cpu", 4)
     good = [{"input": text} for text in texts(kept)]
     left_out = fever("a", "perhaps", "NOT ENOUGH INFO")
     source = write_lines(tmp_path / "in.jsonl", [*good[:2], left_out, {"id": "b"}, *good[2:], {**left_out, "id": "c"}])

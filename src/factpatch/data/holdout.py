@@ -1,0 +1,33 @@
+"""Which facts are held out of training: a hash of the id decides, whatever else is in the file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from factpatch.errors import InputError
+
+
+class HasId(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+Identified = TypeVar("Identified", bound=HasId)
+
+
+def hash_shuffled(facts: Iterable[Identified], seed: int) -> list[Identified]:
+    """Shuffled by a hash of the seed and each fact's id, so that the order does not depend on the file."""
+    return sorted(facts, key=lambda fact: hashlib.sha256(f"{seed}/{fact.id}".encode(errors="replace")).digest())
+
+
+def hold_out(facts: Sequence[Identified], size: int, seed: int) -> tuple[list[Identified], list[Identified]]:
+    """Splits facts into a held-out slice of `size` and the rest."""
+    if not 0 < size < len(facts):
+        raise InputError(
+            f"expected at least 10 records and more than the {size} that are held out, found {len(facts)}; "
+            "add records or lower --holdout"
+        )
+    order = hash_shuffled(facts, seed)
+    return order[:size], order[size:]

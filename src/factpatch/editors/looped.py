@@ -1,0 +1,88 @@
+"""Repeated updates: an edit that does not succeed at once is updated again on the updated model (the paper's loop)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from factpatch.deltas import add, scaled
+from factpatch.editors.base import EditMethod
+from factpatch.editors.trainable import TrainableEditor
+from factpatch.engine import edited
+from factpatch.errors import InputError
+from factpatch.facts import FactEdit, same
+from factpatch.models import TaskModel
+from factpatch.patch import Patch, stack_patches
+
+MAX_UPDATES = 5
+PARTS = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)  # fractions of a repeated update that are tried
+
+
+@dataclass(frozen=True)
+class Looped(EditMethod):
+    """Updates each edit until it succeeds, at most `updates` times. All updates of an edit end up in one patch."""
+
+    editor: TrainableEditor
+    updates: int = MAX_UPDATES
+
+    def __post_init__(self) -> None:
+        if self.updates < 1:
+            raise InputError(f"expected at least one update, found {self.updates}")
+
+    @property
+    def name(self) -> str:
+        return self.editor.name
+
+    def at_once(self, model: TaskModel) -> int:
+        return self.editor.at_once(model)
+
+    def describe(self, model: TaskModel) -> dict[str, Any]:
+        return {**self.editor.describe(model), "loop": self.updates}
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
+        edits = model.resolve(edits)
+        patches = self.editor.propose(model, edits)
+        size = self.at_once(model)
+        pending = list(range(len(edits)))
+        for _ in range(self.updates - 1):
+            answers = model.predict_patched([patches[i] for i in pending], [edits[i].x for i in pending])
+            failed = [(i, answer) for i, answer in zip(pending, answers, strict=True) if not same(answer, edits[i].a)]
+            pending = [i for i, _ in failed]
+            for start in range(0, len(failed), size):
+                batch = failed[start : start + size]
+                # The editor is told what the updated model says now.
+                now = [replace(edits[i], y=answer) for i, answer in batch]
+                before = [patches[i] for i, _ in batch]
+                under = stack_patches(before, model.layers)
+                updates = self.editor.patches(now, self.editor.update(model, self.editor.batch(model, now), under))
+                grown = add_best_part(model, now, before, updates)
+                for (i, _), patch in zip(batch, grown, strict=True):
+                    patches[i] = patch
+            if not pending:
+                break
+        return patches
+
+
+def add_best_part(
+    model: TaskModel, edits: Sequence[FactEdit], patches: Sequence[Patch], updates: Sequence[Patch]
+) -> list[Patch]:
+    """Each patch plus the part of one more update that leaves the least loss; a whole update often overshoots."""
+    rows = model.rows([edit.x for edit in edits], [edit.a for edit in edits])
+    tried: list[list[Patch]] = []
+    losses: list[Tensor] = []
+    for part in PARTS:
+        sums = [
+            {name: add(delta, scaled(update.deltas[name], part)) for name, delta in patch.deltas.items()}
+            for patch, update in zip(patches, updates, strict=True)
+        ]
+        tried.append([replace(patch, deltas=deltas) for patch, deltas in zip(patches, sums, strict=True)])
+        with edited(model.layers, stack_patches(tried[-1], model.layers)):
+            losses.append(model.losses(rows))
+    best = torch.stack(losses).argmin(0).tolist()  # (edits,)
+    return [tried[k][e] for e, k in enumerate(best)]

@@ -1,0 +1,87 @@
+"""Edit methods by name. A new method is one file and one call of `register`."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from factpatch import world
+from factpatch.editors.base import EditMethod
+from factpatch.editors.trainable import TrainableEditor
+from factpatch.errors import FileError, InputError
+
+
+@dataclass(frozen=True)
+class Method:
+    """A registered edit method."""
+
+    label: str  # as tables and figures show it
+    path: str  # "module:Class", imported on first use
+    trainable: bool = False
+
+    def load_class(self) -> Any:
+        module, _, name = self.path.partition(":")
+        return getattr(import_module(module), name)
+
+
+METHODS: dict[str, Method] = {}
+
+
+def register(name: str, label: str, path: str, trainable: bool = False) -> None:
+    """Adds a method under a name that `edit`, `evaluate`, `train` and `report` then know."""
+    METHODS[name] = Method(label, path, trainable)
+
+
+register("hyper", "KnowledgeEditor", "factpatch.editors.hypernetwork:HyperNetwork", trainable=True)
+register("finetune", "Fine-tune", "factpatch.editors.finetune:FineTune")
+register("zhu", "Zhu et al.", "factpatch.editors.finetune:Zhu")
+register("gradient", "Gradient", "factpatch.editors.finetune:GradientStep")
+
+
+def find_method(name: str) -> Method:
+    """The method registered under a name, or an error that suggests a similar one."""
+    if name in METHODS:
+        return METHODS[name]
+    close = difflib.get_close_matches(name, METHODS, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(METHODS)}"
+    raise InputError(f"there is no edit method called {name!r}; {hint}")
+
+
+def create_method(name: str, **options: Any) -> EditMethod:
+    """A method that needs no training, with those of the options that are not None."""
+    method = find_method(name)
+    if method.trainable:
+        raise InputError(f"the method {name} is a trained editor; load it from its folder with --editor")
+    given = {key: value for key, value in options.items() if value is not None}
+    signature = inspect.signature(method.load_class())
+    for key in given:
+        if key not in signature.parameters:
+            raise InputError(f"the method {name} has no option {key}; leave --{key} out")
+    for key, parameter in signature.parameters.items():
+        if parameter.default is parameter.empty and key not in given:
+            raise InputError(f"the method {name} needs --{key}")
+    return method.load_class()(**given)
+
+
+def load_editor(folder: str | Path, device: str | torch.device = "cpu") -> TrainableEditor:
+    """A trained editor from its folder or from the folder of the run that trained it; "world" is the embedded one."""
+    place = world.EDITOR if folder == "world" else Path(folder)
+    if (place / "editor").is_dir():
+        place = place / "editor"
+    try:
+        saved = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        kind = saved.get("kind", "hyper")  # editors of version 0.1 do not say
+    except (OSError, ValueError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise FileError(f"{place} is not an editor's folder: cannot read config.json ({reason})") from error
+    if kind not in METHODS or not METHODS[kind].trainable:
+        known = ", ".join(name for name, method in METHODS.items() if method.trainable)
+        raise FileError(f"{place} holds an editor of the unknown kind {kind!r}; known kinds: {known}")
+    return METHODS[kind].load_class().load(place, device)

@@ -1,0 +1,228 @@
+"""TrainableEditor: an edit method with parameters that `factpatch train` can optimise."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from factpatch.deltas import Delta, LowRank
+from factpatch.editors.base import EditMethod
+from factpatch.errors import FileError, InputError, MismatchError
+from factpatch.facts import FactEdit
+from factpatch.files import atomic_folder
+from factpatch.models import Rows, TaskModel
+from factpatch.models.base import padded
+from factpatch.patch import Patch, hash_tensors, weight_shape
+
+EDITS_PER_BATCH = 32  # four times that on a GPU: 32 edits of BERT-base with 32 tokens take 0.7 GB in float32
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The text that an editor reads about each edit, as tokens of the edited model."""
+
+    ids: Tensor  # (edits, tokens)
+    lengths: Tensor  # (edits,)
+
+
+@dataclass(frozen=True)
+class EditBatch:
+    """Everything an editor needs to know about a batch of edits."""
+
+    rows: Rows  # each edit's x with target a
+    condition: Condition
+
+
+class TrainableEditor(nn.Module, EditMethod, ABC):
+    """An editor for one model. Subclasses supply `update` and `condition_text`; the rest follows from them.
+
+    `name` is the name under which the class is registered. It is saved as the editor's `kind`, so that `load_editor`
+    finds the class that can read the folder.
+    """
+
+    name: ClassVar[str]  # pyright: ignore[reportIncompatibleMethodOverride] (an attribute may stand for a property)
+    config_class: ClassVar[type[Any]]  # a dataclass with defaults for every field
+
+    def __init__(self, shapes: Mapping[str, tuple[int, int]], base: str, config: Any):
+        """`shapes` lists the weights to edit; `base` is the fingerprint of the model they belong to."""
+        super().__init__()
+        self.shapes = dict(shapes)
+        self.base = base
+        self.config = config
+
+    @classmethod
+    def for_model(cls, model: TaskModel, config: Any = None, layers: Sequence[str] = ("*",)) -> Self:
+        """A new, untrained editor of the weights whose names match one of the patterns in `layers`."""
+        shapes = matching_shapes(model, layers)
+        # A copy: training the editor must not move the model's own embeddings.
+        embeddings = model.word_embeddings.detach().float().clone()
+        return cls.build(shapes, embeddings, model.fingerprint, config or cls.config_class()).to(model.device)
+
+    @classmethod
+    @abstractmethod
+    def build(cls, shapes: Mapping[str, tuple[int, int]], embeddings: Tensor, base: str, config: Any) -> Self:
+        """A new editor; `embeddings` are a copy of the model's, which the editor may use as its own."""
+
+    @abstractmethod
+    def condition_text(self, edit: FactEdit) -> str:
+        """The text to read about an edit; empty if the editor reads none."""
+
+    @abstractmethod
+    def update(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Delta]:
+        """One update per edit as a stack per weight, differentiable in the editor's parameters.
+
+        It is computed on the unedited model, or on the model `under` the changes of earlier updates.
+        """
+
+    def batch(self, model: TaskModel, edits: Sequence[FactEdit]) -> EditBatch:
+        """The edits as tensors on the model's device. Their `y` must be known."""
+        ids = model.tokenizer([self.condition_text(edit) for edit in edits], verbose=False)["input_ids"]
+        lengths = torch.tensor([len(row) for row in ids]).to(model.device)
+        rows = model.rows([edit.x for edit in edits], [edit.a for edit in edits])
+        return EditBatch(rows, Condition(padded(ids, 0, model.device), lengths))
+
+    # EditMethod
+
+    def at_once(self, model: TaskModel) -> int:
+        return EDITS_PER_BATCH if model.device.type == "cpu" else 4 * EDITS_PER_BATCH
+
+    def describe(self, model: TaskModel) -> dict[str, Any]:
+        some = f"{len(self.shapes)} of {len(model.layers)} weights"
+        return {
+            "layers": "all" if len(self.shapes) == len(model.layers) else some,
+            "editor_hash": hash_tensors(self.state_dict()),
+        }
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def changes(self, model: TaskModel, edits: Sequence[FactEdit]) -> dict[str, Delta]:
+        self.prepare(model)
+        deltas = self.update(model, self.batch(model, model.resolve(edits)))
+        _check_finite(deltas)
+        return deltas
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
+        self.prepare(model)
+        edits = model.resolve(edits)
+        patches: list[Patch | None] = [None] * len(edits)
+        by_length = sorted(range(len(edits)), key=lambda i: len(edits[i].x))  # less padding
+        size = self.at_once(model)
+        for start in range(0, len(by_length), size):
+            numbers = by_length[start : start + size]
+            batch = [edits[i] for i in numbers]
+            found = self.patches(batch, self.update(model, self.batch(model, batch)))
+            for i, patch in zip(numbers, found, strict=True):
+                patches[i] = patch
+        return [patch for patch in patches if patch is not None]
+
+    def patches(self, edits: Sequence[FactEdit], deltas: Mapping[str, Delta]) -> list[Patch]:
+        """Cuts stacks into one patch per edit, without the rows of B that are zero, as those of padding are."""
+        _check_finite(deltas)
+        factors = {name: delta for name, delta in deltas.items() if isinstance(delta, LowRank)}
+        # One transfer for all weights: a GPU would otherwise wait at each of thousands of small ones.
+        used = torch.cat([f.B.ne(0).any(-1) for f in factors.values()], dim=1).cpu()  # (edits, ranks)
+        per_weight = zip(factors, used.split([f.rank for f in factors.values()], dim=1), strict=True)
+        per_edit: list[dict[str, Delta]] = [{} for _ in edits]
+        for name, used_rows in per_weight:
+            for e, (changes, rows) in enumerate(zip(per_edit, used_rows, strict=True)):
+                A, B = factors[name].A[e], factors[name].B[e]
+                changes[name] = LowRank(_used(A, rows), _used(B, rows))
+        return [Patch(changes, self.base, self.name, (edit,)) for edit, changes in zip(edits, per_edit, strict=True)]
+
+    def prepare(self, model: TaskModel) -> None:
+        """Checks that the editor fits the model and moves it to the model's device."""
+        self.check_fits(model)
+        # Only if needed: moving an LSTM, even to where it is, gives its weights a new place in a GPU's memory, and
+        # recorded training steps would go on reading the old one.
+        parameter = next(self.parameters())
+        if parameter.device != model.device:
+            self.to(model.device)
+
+    def check_fits(self, model: TaskModel) -> None:
+        if self.base != model.fingerprint:
+            raise MismatchError(
+                f"the editor was trained for weights {self.base[:12]}, this model has {model.fingerprint[:12]}; "
+                "load the model it was trained for, or train an editor for this one"
+            )
+
+    # In a folder
+
+    def save(self, folder: str | Path) -> None:
+        from factpatch import __version__
+
+        config = {
+            "factpatch": __version__,
+            "kind": self.name,
+            "base": self.base,
+            "editor": asdict(self.config),
+            "weights": self.shapes,
+        }
+        with atomic_folder(folder) as scratch:
+            save_file(
+                {k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}, scratch / "editor.safetensors"
+            )
+            (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path, device: str | torch.device = "cpu") -> Self:
+        """The editor that `save` wrote."""
+        try:
+            saved = json.loads((folder / "config.json").read_text())
+            stored = load_file(folder / "editor.safetensors", device=str(device))
+            state = {name: tensor.float() for name, tensor in stored.items()}
+            config = cls.config_class(**saved["editor"])
+            shapes = {name: (out, in_) for name, (out, in_) in saved["weights"].items()}
+            with torch.device("meta"):
+                embeddings = next((t for name, t in state.items() if name.endswith("embedding.weight")), torch.empty(0))
+                editor = cls.build(shapes, torch.empty_like(embeddings, device="meta"), saved["base"], config)
+            editor.load_state_dict(state, assign=True)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            reason = str(error).splitlines()[0]
+            raise FileError(
+                f"no readable editor in {folder} ({reason}); expected config.json and editor.safetensors"
+            ) from error
+        return editor
+
+
+def matching_shapes(model: TaskModel, patterns: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """The shapes of the editable weights whose names match one of the patterns, such as `*.0.*`."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in model.layers):
+            example = next(iter(model.layers))
+            raise InputError(f"no editable weight matches {pattern}; an example of a name is {example}")
+    return {
+        name: weight_shape(layer)
+        for name, layer in model.layers.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def _check_finite(deltas: Mapping[str, Delta]) -> None:
+    fine = [
+        torch.stack([tensor.isfinite().all() for tensor in delta.tensors.values()]).all() for delta in deltas.values()
+    ]
+    for name, is_fine in zip(deltas, torch.stack(fine).tolist(), strict=True):
+        if not is_fine:
+            raise InputError(f"the update of {name} is not finite; load the model in float32 or bfloat16")
+
+
+def _used(factor: Tensor, rows: Tensor) -> Tensor:
+    """A copy of the rows that are used: mostly all of them, or all but the padding before the last."""
+    tokens = int(rows[:-1].sum())
+    if rows.all():
+        return factor.clone()
+    if rows[-1] and rows[:tokens].all():
+        return torch.cat([factor[:tokens], factor[-1:]])
+    return factor[rows.nonzero().squeeze(1).to(factor.device)]

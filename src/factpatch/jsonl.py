@@ -1,0 +1,105 @@
+"""Reading JSON lines: streamed, plain or gzipped, with errors that name the line."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from factpatch.errors import FileError, InputError
+
+T = TypeVar("T")
+
+GZIP = b"\x1f\x8b"  # the first two bytes of every gzip file
+
+
+def read_jsonl(
+    path: str | Path, parse: Callable[[dict[str, Any]], T], on_bad: Callable[[str], object] | None = None
+) -> Iterator[T]:
+    """Streams the records of a JSON lines file, or of a file that is one JSON array, through `parse`; plain or gzipped.
+
+    A bad record raises an InputError that names its line, or, where `on_bad` is given, is told to it and passed over.
+    """
+    path = Path(path)
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for place, content in _pieces(file, path):
+                try:
+                    yield parse(_decode(content))
+                except InputError as error:
+                    message = f"{path}, {place}: {error}"
+                    if on_bad is None:
+                        raise InputError(f"{message}; mend it, or pass over bad records with --skip-bad") from None
+                    on_bad(message)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"cannot read {path}: {reason}; expected a JSON lines file, plain or .gz") from error
+
+
+def _pieces(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+    """Where a record stands, and its bytes; or the record itself, where the file is one array, to be read whole."""
+    first = True
+    for number, line in enumerate(file, start=1):
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if number == 1 and line.startswith(GZIP):
+            raise FileError(
+                f"cannot read {path}: expected JSON lines, found gzip; give the file a name that ends in .gz"
+            )
+        if not line.strip():
+            continue
+        if first and line.lstrip().startswith(b"["):
+            try:
+                array = json.loads(b"\n" * (number - 1) + line + file.read())
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{path}: expected JSON lines or a JSON array, found a damaged one: {error}") from None
+            yield from ((f"record {i}", record) for i, record in enumerate(array, start=1))
+        else:
+            yield f"line {number}", line
+        first = False
+
+
+def _decode(content: bytes | dict[str, Any]) -> dict[str, Any]:
+    try:
+        record = json.loads(content.decode("utf-8").rstrip("\r\n")) if isinstance(content, bytes) else content
+    except UnicodeDecodeError as error:
+        found = error.object[error.start]
+        raise InputError(f"expected UTF-8, found byte 0x{found:02x} at position {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"expected a JSON object, found a syntax error at column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"expected a JSON object, found one that cannot be read: {error}") from None
+    if not isinstance(record, dict):
+        raise InputError(f"expected a JSON object, found {type(record).__name__}")
+    may_have = isinstance(content, dict) or b"\\ud" in content.lower()
+    if may_have and _has_lone_surrogates(record):
+        raise InputError("expected Unicode text, found half of a surrogate pair, as in a cut emoji")
+    return record
+
+
+def _has_lone_surrogates(record: dict[str, Any]) -> bool:
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def required_text(record: dict[str, Any], key: str) -> str:
+    found = record.get(key)
+    if not isinstance(found, str):
+        raise InputError(f'expected a text in "{key}", found {json.dumps(found)[:60]}')
+    return found
+
+
+def text_list(record: dict[str, Any], key: str) -> tuple[str, ...]:
+    """A list of texts in a record; nothing where it has none."""
+    found = record.get(key)
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise InputError(f'expected a list of texts in "{key}", found {json.dumps(found)[:60]}')
+    return tuple(found)
