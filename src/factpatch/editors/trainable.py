@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from factpatch.deltas import Delta, LowRank
 from factpatch.editors.base import EditMethod
+from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.files import atomic_folder
@@ -44,7 +45,7 @@ class EditBatch:
 
 
 class TrainableEditor(nn.Module, EditMethod, ABC):
-    """An editor for one model. Subclasses supply `update` and `condition_text`; the rest follows from them.
+    """An editor for one model. Subclasses supply `build`, `forward` and `condition_text`.
 
     `name` is the name under which the class is registered. It is saved as the editor's `kind`, so that `load_editor`
     finds the class that can read the folder.
@@ -59,6 +60,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         self.shapes = dict(shapes)
         self.base = base
         self.config = config
+        # log λ of each weight: how strongly other inputs are protected when the editor's patches are merged.
+        self.log_ridge = nn.Parameter(torch.zeros(len(self.shapes)))
 
     @classmethod
     def for_model(cls, model: TaskModel, config: Any = None, layers: Sequence[str] = ("*",)) -> Self:
@@ -78,11 +81,22 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         """The text to read about an edit; empty if the editor reads none."""
 
     @abstractmethod
-    def update(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Delta]:
-        """One update per edit as a stack per weight, differentiable in the editor's parameters.
+    def forward(self, condition: Condition, traces: Mapping[str, Trace]) -> dict[str, Delta]:
+        """One update per edit as a stack per weight, from the edits' texts and what each layer saw of them."""
 
-        It is computed on the unedited model, or on the model `under` the changes of earlier updates.
-        """
+    def trace(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Trace]:
+        """What each layer sees of the edits, on the unedited model or `under` the changes of earlier updates."""
+        layers = {name: model.layers[name] for name in self.shapes}
+        with edited(layers, under or {}):
+            return capture(layers, lambda: model.losses(batch.rows))
+
+    def update(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Delta]:
+        """One update per edit as a stack per weight, differentiable in the editor's parameters."""
+        return self(batch.condition, self.trace(model, batch, under))
+
+    def ridges(self) -> dict[str, Tensor]:
+        """λ of each weight."""
+        return dict(zip(self.shapes, self.log_ridge.exp().unbind(), strict=True))
 
     def batch(self, model: TaskModel, edits: Sequence[FactEdit]) -> EditBatch:
         """The edits as tensors on the model's device. Their `y` must be known."""
@@ -187,6 +201,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
             with torch.device("meta"):
                 embeddings = next((t for name, t in state.items() if name.endswith("embedding.weight")), torch.empty(0))
                 editor = cls.build(shapes, torch.empty_like(embeddings, device="meta"), saved["base"], config)
+            state.setdefault("log_ridge", torch.zeros(len(shapes), device=device))  # version 0.1 had none
             editor.load_state_dict(state, assign=True)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
