@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from samples import read_lines, write_lines, zsre
 
-from factpatch.data.records import Record, read_records
+from factpatch.data.formats import Record
+from factpatch.data.records import read_records
 from factpatch.data.split import split_facts, write_split
 from factpatch.errors import InputError
 
@@ -85,7 +86,7 @@ def test_records_without_relation_are_split_too() -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 4])
 def test_too_few_to_split(number: int) -> None:
-    with pytest.raises(InputError, match=f"{number} facts for train and 0 for dev: too few to split at 0.2"):
+    with pytest.raises(InputError, match=f"a share of 0.2 leaves {number} facts for train and 0 for dev; add records"):
         split_facts(facts(capital=number), 0.2, seed=0)
 
 
@@ -104,3 +105,9 @@ def test_the_parts_are_written_in_kilts_form(tmp_path: Path) -> None:
     assert line["input"] == line["meta"]["template_questions"][0]
     assert line["meta"]["relation"] == "capital"
     assert [entry["answer"] for entry in line["output"]] == ["a", "b"]
+
+
+def test_one_file_for_both_parts_is_refused(tmp_path: Path) -> None:
+    split = split_facts(facts(capital=10), 0.2, seed=0)
+    with pytest.raises(InputError, match=r"--train and --dev are the same file, .*out; choose two"):
+        write_split(split, tmp_path / "out", tmp_path / "." / "out")

@@ -66,9 +66,10 @@ def load_revisions(
     """Reads a revision file that is to be used with `model`.
 
     Raises a MismatchError if another model made the file. A file without a provenance record, such as one written by
-    hand, is accepted after a call of `warn`. With `on_bad`, bad lines are skipped and reported to it.
+    hand, is accepted after a call of `warn`; a line whose input the model cannot read is bad. With `on_bad`, bad lines
+    are skipped and reported to it.
     """
-    records = _read(path, on_bad)
+    records = _read(path, on_bad, lambda revision: model.check_input(revision.input))
     first = next(records, None)
     if isinstance(first, Provenance):
         first.check_model(model, path)
@@ -90,19 +91,27 @@ def read_provenance(path: str | Path) -> Provenance | None:
         return None
 
 
-def _read(path: str | Path, on_bad: Callable[[str], object] | None) -> Iterator[Provenance | Revision]:
-    """Streams all records of a file and checks that they come from one source."""
-    provenance, revisions = None, 0
-    for record in read_jsonl(path, lambda raw: _parse_provenance(raw, path) or _parse_revision(raw), on_bad):
-        if isinstance(record, Revision):
-            revisions += 1
-        elif revisions and record != provenance:
+def _read(
+    path: str | Path,
+    on_bad: Callable[[str], object] | None,
+    check_unknown: Callable[[Revision], object] = lambda revision: None,
+) -> Iterator[Provenance | Revision]:
+    """Streams all records of a file and checks that they have one source, or each revision if the source is unknown."""
+    first: Provenance | Revision | None = None
+
+    def parse(raw: dict[str, Any]) -> Provenance | Revision:
+        record = _parse_provenance(raw, path) or _parse_revision(raw)
+        if isinstance(record, Revision) and not isinstance(first, Provenance):
+            check_unknown(record)
+        return record
+
+    for record in read_jsonl(path, parse, on_bad):
+        first = first or record
+        if isinstance(record, Provenance) and record != first:
             raise MismatchError(
-                f"{path}: revision {revisions} is followed by revisions of another model, data file or precision; "
-                "use a separate file for each"
+                f"{path} joins revisions that were made by different models, from different data or in different "
+                "precisions; use a separate file for each"
             )
-        else:
-            provenance = record
         yield record
 
 
