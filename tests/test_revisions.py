@@ -129,3 +129,10 @@ def test_reading_the_provenance_reads_one_line(tmp_path: Path) -> None:
 def test_an_input_and_its_paraphrases_are_no_control_inputs() -> None:
     revision = Revision("1", "Where is Besançon?", "Chad", ("France",), ("besançon is WHERE",), ("In which land?",), ())
     assert own_forms(revision) == {"whereisbesançon", "besançoniswhere", "inwhichland"}
+
+
+def test_revisions_of_one_model_are_data_for_another(made: Path, tmp_path: Path) -> None:
+    other = load_model(fact_checker(tmp_path / "other", seed=1), "cpu")
+    result = revise(other, made, tmp_path / "out.jsonl")
+    assert (result["records"], result["kept"], result["bad"]) == (12, 12, 0)
+    assert [r.id for r in load_revisions(tmp_path / "out.jsonl", other)] == [r.id for r in read_revisions(made)]

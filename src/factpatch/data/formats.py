@@ -13,6 +13,8 @@ from typing import Any
 from factpatch.errors import InputError
 from factpatch.jsonl import required_text, text_list
 
+PROVENANCE = "provenance"  # the only key of the first record of a revision file
+
 
 @dataclass(frozen=True)
 class Record:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from factpatch.data.formats import Record, parse_counterfact, parse_kilt
+from factpatch.data.formats import PROVENANCE, Record, parse_counterfact, parse_kilt
 from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize
 from factpatch.files import content_hash
@@ -42,6 +42,12 @@ class Counts:
         return self.kept + self.left_out + self.bad
 
 
+def explain_counts(result: dict[str, Any]) -> dict[str, Any]:
+    """Returns a command's counts under names that say what `left_out` and `bad` mean, for its table."""
+    names = {"left_out": "left out (labelled NOT ENOUGH INFO)", "bad": "bad (cannot be used, skipped)"}
+    return {names.get(key, key): value for key, value in result.items()}
+
+
 def read_records(
     source: str | Path,
     counts: Counts | None = None,
@@ -60,6 +66,8 @@ def read_records(
     no_fact = NOT_A_FACT.difference(map(normalize, labels))
 
     def parse(raw: dict[str, Any]) -> Record | None:
+        if raw.keys() == {PROVENANCE}:  # revisions of one model are data for another
+            return None
         record = parse_record(raw, f"record-{counts.read + 1}")
         if record.id in counts.ids:
             raise InputError(f"two records have the id {record.id!r}")

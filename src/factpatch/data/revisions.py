@@ -13,12 +13,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from factpatch.data.formats import PROVENANCE
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, normalize, same
 from factpatch.jsonl import read_jsonl, required_text, text_list
 from factpatch.models import TaskModel
-
-PROVENANCE = "provenance"  # the only key of a provenance record
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def _read(
 
 
 def _parse_provenance(raw: dict[str, Any], path: str | Path) -> Provenance | None:
-    if PROVENANCE not in raw:
+    if raw.keys() != {PROVENANCE}:
         return None
     found = raw[PROVENANCE]
     try:
