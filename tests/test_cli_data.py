@@ -38,16 +38,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def commands(home: Path, tmp_path: Path):
-    """The arguments of each command that reads a data file, for the given one."""
+    """Returns a function that gives each command's arguments for a data file."""
 
     def arguments(data: Path, output: str = "out") -> dict[str, list[Any]]:
-        place = ["--output", tmp_path / output, "--device", "cpu"]
+        output_options = ["--output", tmp_path / output, "--device", "cpu"]
         quick = ["--steps", 4, "--batch", 8, "--lr", 1e-3]
         return {
-            "fit": ["fit", "--model", home / "checker", "--train", data, *quick, *place],
-            "revise": ["revise", "--model", home / "checker", "--data", data, *place],
+            "fit": ["fit", "--model", home / "checker", "--train", data, *quick, *output_options],
+            "revise": ["revise", "--model", home / "checker", "--data", data, *output_options],
             "paraphrase": [
-                *["paraphrase", "--data", data, *place],
+                *["paraphrase", "--data", data, *output_options],
                 *["--forward", home / "there", "--backward", home / "back"],
             ],
             "split": ["split", data, "--train", tmp_path / output, "--dev", tmp_path / f"{output}-dev"],
@@ -164,14 +164,14 @@ def test_bad_records_are_skipped_and_counted(run, commands, home: Path, name: st
 @pytest.mark.parametrize("name", ["revise", "paraphrase", "split"])
 def test_the_data_is_not_overwritten(run, commands, home: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "out")
-    for place in ("out", "out-dev") if name == "split" else ("out",):
-        (tmp_path / place).write_bytes((home / "claims.jsonl").read_bytes())
-        for data in {place, "link"} if place == "out" else {place}:
+    for written in ("out", "out-dev") if name == "split" else ("out",):
+        (tmp_path / written).write_bytes((home / "claims.jsonl").read_bytes())
+        for data in {written, "link"} if written == "out" else {written}:
             result = run(*commands(tmp_path / data)[name])
             assert result.code == 1
             assert "is the data file itself; choose another output" in result.err
-        assert (tmp_path / place).read_bytes() == (home / "claims.jsonl").read_bytes()
-        (tmp_path / place).unlink()
+        assert (tmp_path / written).read_bytes() == (home / "claims.jsonl").read_bytes()
+        (tmp_path / written).unlink()
 
 
 @pytest.mark.parametrize("name", ["revise", "paraphrase"])
@@ -230,9 +230,9 @@ def test_wrong_usage_is_exit_2(run, home: Path, tmp_path: Path) -> None:
     for command in ("fit", "revise", "paraphrase", "split"):
         assert run(command).code == 2
         assert run(command, "--nonsense").code == 2
-    place = ["--output", tmp_path / "out"]
-    assert run("fit", "--model", home / "checker", "--train", "x", *place, "--steps", "many").code == 2
-    assert run("revise", "--model", home / "checker", *place).code == 2
+    output_options = ["--output", tmp_path / "out"]
+    assert run("fit", "--model", home / "checker", "--train", "x", *output_options, "--steps", "many").code == 2
+    assert run("revise", "--model", home / "checker", *output_options).code == 2
     assert not (tmp_path / "out").exists()
 
 

@@ -23,10 +23,10 @@ def round_trip(tmp_path_factory: pytest.TempPathFactory) -> RoundTrip:
     return translators(tmp_path_factory.mktemp("models"), max_position_embeddings=128)
 
 
-def translators(place: Path, **overrides: Any) -> RoundTrip:
+def translators(folder: Path, **overrides: Any) -> RoundTrip:
     for seed, name in enumerate(["forward", "backward"]):
-        tiny.build("marian", seed, **overrides).save(place / name)
-    return RoundTrip(load_model(place / "forward", "cpu"), load_model(place / "backward", "cpu"))
+        tiny.build("marian", seed, **overrides).save(folder / name)
+    return RoundTrip(load_model(folder / "forward", "cpu"), load_model(folder / "backward", "cpu"))
 
 
 def assert_paraphrases_of(text: str, found: list[str]) -> None:
@@ -172,13 +172,13 @@ def test_bad_records_are_named_or_skipped(round_trip: RoundTrip, tmp_path: Path)
     assert len(read_lines(tmp_path / "out.jsonl")) == 1
 
 
-def turned(round_trip: RoundTrip, place: Path) -> RoundTrip:
+def turned(round_trip: RoundTrip, folder: Path) -> RoundTrip:
     return RoundTrip(round_trip.backward, round_trip.forward)
 
 
-def with_other_words(round_trip: RoundTrip, place: Path) -> RoundTrip:
+def with_other_words(round_trip: RoundTrip, folder: Path) -> RoundTrip:
     """Translators with the same layers and other word embeddings."""
-    other = translators(place, max_position_embeddings=128)
+    other = translators(folder, max_position_embeddings=128)
     other.backward.word_embeddings.mul_(1.5)
     assert other.backward.fingerprint == round_trip.backward.fingerprint
     return other

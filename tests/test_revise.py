@@ -33,8 +33,8 @@ from factpatch.models import Classifier, TaskModel, load_model
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("models")
-    return {"checker": fact_checker(place / "checker"), "answerer": answerer(place / "answerer")}
+    folder = tmp_path_factory.mktemp("models")
+    return {"checker": fact_checker(folder / "checker"), "answerer": answerer(folder / "answerer")}
 
 
 @pytest.fixture(scope="module", params=["checker", "answerer"])

@@ -15,7 +15,7 @@ from factpatch.errors import InputError
 
 
 def facts(**relations: int) -> list[Record]:
-    """So many facts of each relation, each with two questions."""
+    """Facts with two questions each; the arguments say how many per relation."""
     return [
         Record(f"{relation}-{i}", f"{relation} of {i}?", ("a",), (), (f"{i} has which {relation}?",), f"s{i}", relation)
         for relation, number in relations.items()
@@ -29,8 +29,8 @@ def test_each_relation_gives_the_same_share() -> None:
     assert Counter(r.relation for r in split.train) == {"capital": 36, "river": 18, "lake": 90}
 
 
-def test_small_relations_count_too() -> None:
-    """Relations of three facts each: none has a whole tenth, together they give one."""
+def test_small_relations_contribute_too() -> None:
+    """A tenth of three facts is less than one, but 40 such relations together give 12."""
     split = split_facts(facts(**{f"r{i}": 3 for i in range(40)}), 0.1, seed=0)
     assert len(split.dev) == 12
     assert max(Counter(r.relation for r in split.dev).values()) == 1

@@ -43,40 +43,38 @@ def write_in_chunks(
     first = list(islice(records, size))  # before any file is opened: a bad record among them leaves no files behind
     lines = ResumableLines(output, {**settings, "largest_chunk": size}, 1, header)
     records = chain(first, records)
-    resumed = _whole_chunks(lines.done, size)
+    resumed = 0
+    while (end := _chunk_end(resumed, size)) <= lines.done:
+        resumed = end
     lines.keep(resumed)
     done = max((read for _, read in islice(records, resumed)), default=0)
     on_done(done)
 
     def prepared() -> Iterator[tuple[T, int]]:
         start = resumed
-        while chunk := list(islice(records, _chunk_size(start, size))):
+        while chunk := list(islice(records, _chunk_end(start, size) - start)):
             start += len(chunk)
             yield prepare([record for record, _ in chunk]), chunk[-1][1]
 
-    chunks = prepared()
-    with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(next, chunks, None)
-        while (chunk := following.result()) is not None:
-            following = thread.submit(next, chunks, None)
-            content, read = chunk
-            lines.write(work(content))
-            on_done(read - done)
-            done = read
+    for content, read in _computed_ahead(prepared()):
+        lines.write(work(content))
+        on_done(read - done)
+        done = read
     if counts.read > done:  # bad or left-out records after the last chunk
         on_done(counts.read - done)
     lines.finish()
     return counts
 
 
-def _chunk_size(start: int, largest: int) -> int:
-    """Returns the size of the chunk after `start` records: 2, 4, 8, ..., so that progress shows at once."""
-    return min(start + FIRST, largest)
+def _computed_ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yields each item while a thread computes the next."""
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = thread.submit(next, items, None)
+            yield item
 
 
-def _whole_chunks(done: int, largest: int) -> int:
-    """Returns how many of the finished records are in complete chunks."""
-    start = 0
-    while start + _chunk_size(start, largest) <= done:
-        start += _chunk_size(start, largest)
-    return start
+def _chunk_end(start: int, largest: int) -> int:
+    """Returns where the chunk that begins at `start` ends. Sizes double from `FIRST`, so progress shows at once."""
+    return start + min(start + FIRST, largest)
