@@ -86,8 +86,9 @@ class ResumableLines:
     run makes the same chunks, and so the same lines, as one that was never stopped. `seconds` counts all of its starts.
     """
 
-    def __init__(self, path: str | Path, settings: dict[str, Any], chunk: int):
+    def __init__(self, path: str | Path, settings: dict[str, Any], chunk: int, header: str | None = None):
         self.path = _ordinary(path)
+        self._header = b"" if header is None else f"{header}\n".encode()  # the first line, not counted
         self.chunk = chunk
         self.part = self.path.with_name(f".{self.path.name}.part")
         self._settings = self.path.with_name(f".{self.path.name}.part.json")
@@ -108,11 +109,11 @@ class ResumableLines:
         """How many lines are done already; everything after the last whole chunk is cut off."""
         known = self._settings.read_text() if self._settings.exists() and self.part.exists() else None
         if known != self._wanted:
-            self.part.write_bytes(b"")
+            self.part.write_bytes(self._header)
             self._settings.write_text(self._wanted)
             return 0
         with self.part.open("r+b") as file:
-            ends = [0]
+            ends = [file.seek(len(self._header))]
             for line in file:
                 if not line.endswith(b"\n"):
                     break
@@ -124,6 +125,7 @@ class ResumableLines:
     def keep(self, lines: int) -> None:
         """Only so many of the lines that are done: a reader that works in batches goes back to a whole one."""
         with _as_file_errors(self.path), self.part.open("r+b") as file:
+            file.seek(len(self._header))
             for _ in range(lines):
                 file.readline()
             self._size = file.truncate(file.tell())
