@@ -13,17 +13,18 @@ from factpatch.cli import app
 PAGE = Path(__file__).parent / "cli.md"
 INTRO = """# Command line
 
-Results go to stdout, progress and messages to stderr. Exit 0, 1 for an error that the message explains, 2 for wrong
-usage. This page is made from the program by `make docs`.
+Results go to stdout, progress and messages to stderr. The exit code is 0 on success, 1 for an error that the message
+explains, and 2 for wrong usage. `make docs` writes this page from the program.
 
-With `--json` a command prints one object. Rates are between 0 and 1, null where there was nothing to measure:
+With `--json`, a command prints one JSON object. Rates are between 0 and 1, and null if there was nothing to measure.
 """
 KEYS = {
     "fit": "accuracy exact_match seconds",
     "paraphrase, revise": "records kept with_alternative with_paraphrase bad seconds",
     "edit": "before after target success patch",
-    "evaluate, demo": "success retain equivalence equivalence_human deterioration edits retain_inputs seconds",
-    "train": "success retain equivalence equivalence_human deterioration edits seconds steps edits_per_second margin",
+    "evaluate, demo, train": "success retain equivalence equivalence_human deterioration edits seconds",
+    "evaluate, demo": "retain_inputs",
+    "train": "steps edits_per_second margin",
     "bench": "edits_per_second reference_edits_per_second speedup limit_edits_per_second fraction_of_limit",
 }
 
