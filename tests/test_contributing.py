@@ -63,13 +63,16 @@ def test_the_method_edits_and_leaves_the_model_unchanged() -> None:
         assert model.losses(rows).item() < loss
 
 
-def test_evaluate_knows_the_method_and_the_metric(
+def test_evaluate_and_report_know_the_method_and_the_metric(
     checker: Path, claims: Path, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
     options = ["--model", checker, "--data", claims, "--output", tmp_path / "result", "--device", "cpu", "--json"]
     result = run("evaluate", *options, "--method", "sign", "--edits", 3, "--retain", 5).json
     assert 0 <= result["clean"] <= 1
-    assert json.loads((tmp_path / "result" / "summary.json").read_text())["method"] == "sign"
+    assert run("report", tmp_path / "result", "--output", tmp_path / "report").code == 0
+    table = (tmp_path / "report" / "table.md").read_text(encoding="utf-8")
+    assert "Sign step" in table
+    assert "Clean" in table
 
 
 def test_records_of_the_new_format_are_read_beside_the_others(tmp_path: Path) -> None:
