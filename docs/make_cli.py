@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def commands(command: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def section(name: str, command: Any) -> str:
-    rows = ["| option | default | meaning |", "|---|---|---|"]
+    options = []
     for parameter in command.params:
         if parameter.name == "help":
             continue
@@ -47,11 +48,12 @@ def section(name: str, command: Any) -> str:
         shown += "..." if parameter.nargs == -1 else ""
         shown += f" {parameter.metavar}" if parameter.metavar and not is_argument else ""
         unset = parameter.default is None or parameter.default is False or callable(parameter.default)
-        default = "required" if parameter.required else "" if unset else f"`{parameter.default}`"
-        rows.append(f"| `{shown}` | {default} | {getattr(parameter, 'help', None) or ''} |")
+        default = " (required)" if parameter.required else "" if unset else f" (default `{parameter.default}`)"
+        option = f"- `{shown}`{default}: {getattr(parameter, 'help', None) or ''}"
+        options.append(textwrap.fill(option, 120, subsequent_indent="  ", break_on_hyphens=False))
     text = inspect.cleandoc(command.help or "")
     about, _, example = text.partition("Example: ")
-    return f"## {name}\n\n{about.strip()}\n\n```\n{example.strip()}\n```\n\n" + "\n".join(rows) + "\n"
+    return f"## {name}\n\n{about.strip()}\n\n```\n{example.strip()}\n```\n\n" + "\n".join(options) + "\n"
 
 
 def page() -> str:
