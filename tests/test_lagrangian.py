@@ -49,7 +49,7 @@ def test_a_constraint_far_below_its_margin_gives_no_nan(optimizer: str) -> None:
     """A centred optimizer would divide by the root of the gradient's variance, which rounding makes negative here."""
     lagrangian = Lagrangian({"kl": (1e-1, 1e-3)}, optimizer=optimizer)
     for step in range(2000):
-        lagrangian.update(torch.tensor([1e-7 * (1 + step % 3)]), lr=0.1)
+        lagrangian.update(torch.tensor([1e-6 * (1 + step * 7919 % 101 / 101)]), lr=0.1)
     assert lagrangian.multipliers.tolist() == [0.0]
     for _ in range(2000):
         lagrangian.update(torch.tensor([0.2]), lr=0.1)
