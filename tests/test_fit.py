@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,9 @@ from factpatch.data.revisions import Revision
 from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.models import Classifier, load_model
 from factpatch.training import Fit, FitConfig
-from factpatch.training.examples import Example, batches_from
+from factpatch.training.examples import Example, batches_from, read_answered
 from factpatch.training.fit import Status, classifier_losses, summed_loss
-from factpatch.training.run import schedule
+from factpatch.training.run import Clock, schedule
 
 
 def test_facts_held_out_of_a_model_are_held_out_of_its_editor() -> None:
@@ -91,8 +93,8 @@ def test_the_papers_settings_are_the_defaults() -> None:
 
 def examples(count: int) -> list[Example]:
     """Of unequal lengths; the target names the example."""
-    chance = random.Random(0)
-    return [Example({"input_ids": [1] * chance.randint(3, 30)}, i) for i in range(count)]
+    rng = random.Random(0)
+    return [Example({"input_ids": [1] * rng.randint(3, 30)}, i) for i in range(count)]
 
 
 @pytest.mark.parametrize("count", [64, 61, 3])
@@ -162,6 +164,12 @@ def test_a_classifier_learns(base: Path, tmp_path: Path) -> None:
     assert not (output / "checkpoint").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
+    held_out = json.loads((output / "held-out.json").read_text())
+    assert held_out["data"] == hashlib.sha256(train.read_bytes()).hexdigest()
+    assert held_out["seed"] == 0
+    records, _ = read_answered(train, False, LABELS)
+    assert held_out["ids"] == [record.id for record in hold_out(records, 20, 0)[0]]
+
 
 def test_a_model_learns_answers(tmp_path: Path) -> None:
     """Two wordings of each question; asked as in train, it knows them."""
@@ -223,10 +231,33 @@ def test_long_claims_are_cut(base: Path, tmp_path: Path) -> None:
 
 def test_so_many_minutes(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", claims(40))
-    config = FitConfig(lr=1e-3, batch=8, minutes=1 / 60, validations=2)
+    config = FitConfig(lr=1e-3, batch=8, minutes=1 / 30, validations=2)
     result = Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
-    assert 0.9 < result["seconds"] < 5
-    assert result["steps"] > 1
+    assert result["seconds"] > 1
+    assert result["steps"] >= 1
+
+
+def test_minutes_include_set_up_and_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = Clock(minutes=1)
+    now += 20  # set-up
+    clock.start(steps=5)
+    assert clock.share(3) == 0
+    now += 10
+    assert clock.share(3) == pytest.approx(10 / 40)
+    clock.reserve = 20
+    assert clock.share(3) == pytest.approx(10 / 20)
+    assert clock.seconds_left(0.5) == pytest.approx(10 + 20)
+    assert (clock.seconds(), clock.training_seconds()) == (30, 10)
+    now += 100
+    assert clock.share(3) == 1
+    resumed = Clock(minutes=1)
+    resumed.start(steps=5, earlier=30)
+    assert resumed.share(3) == pytest.approx(0.5)
+    clock.minutes = 0.1  # over before the first step
+    assert clock.share(0) == 1
+    assert Clock(minutes=None).minutes is None
 
 
 # What cannot be trained on
@@ -237,7 +268,7 @@ def test_labels_of_dev_that_train_lacks(base: Path, tmp_path: Path) -> None:
     dev = write_lines(tmp_path / "dev.jsonl", [*claims(3), fever(9, "who leads france ?", "PERHAPS")])
     config = FitConfig(**{**QUICK_FIT, "steps": 2})
     with pytest.raises(
-        InputError, match=r"dev.jsonl, line 4: expected a label out of REFUTES, SUPPORTS, found 'PERHAPS'"
+        InputError, match=r"dev.jsonl, line 4: expected one of the labels REFUTES, SUPPORTS, found 'PERHAPS'"
     ):
         Fit(config, str(base), tmp_path / "run", device="cpu").run(train, dev)
     assert not (tmp_path / "run").exists()
@@ -248,7 +279,7 @@ def test_labels_of_dev_that_train_lacks(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (claims(9), "expected at least 10 records, and more than the 0 that are held out, found 9"),
+        (claims(9), "expected at least 10 records and more than the 0 that are held out, found 9"),
         ([fever(i, text, "SUPPORTS") for i, text in enumerate(texts(20))], "expected 2 to 100 labels .*, found 1"),
         ([fever(i, text, f"label {i}") for i, text in enumerate(texts(120))], "found 120; for free answers use"),
         ([*claims(20), {"id": "x", "input": "paris"}], 'line 21: expected an answer in "output"'),
@@ -268,7 +299,7 @@ def test_answers_that_the_model_cannot_say(tmp_path: Path) -> None:
     lines[7] = {"input": "who leads france ?", "output": [{"answer": "paris " * 99}]}
     train = write_lines(tmp_path / "train.jsonl", lines)
     config = FitConfig(**{**QUICK_FIT, "task": "answer", "steps": 1})
-    with pytest.raises(InputError, match="line 8: the model can say 36 tokens, this answer has"):
+    with pytest.raises(InputError, match="line 8: the model can generate 36 tokens, this answer has"):
         Fit(config, str(model), tmp_path / "run", device="cpu").run(train, None)
     assert Fit(config, str(model), tmp_path / "run", device="cpu").run(train, None, skip_bad=True)["bad"] == 1
 
@@ -276,7 +307,7 @@ def test_answers_that_the_model_cannot_say(tmp_path: Path) -> None:
 def test_labels_that_are_asked_for(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", [*claims(30), fever(99, "paris", "SUPORTS")])
     config = FitConfig(**{**QUICK_FIT, "steps": 1, "labels": ["SUPPORTS", "REFUTES"]})
-    with pytest.raises(InputError, match="line 31: expected a label out of SUPPORTS, REFUTES, found 'SUPORTS'"):
+    with pytest.raises(InputError, match="line 31: expected one of the labels SUPPORTS, REFUTES, found 'SUPORTS'"):
         Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
     result = Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None, skip_bad=True)
     assert (result["bad"], result["labels"]) == (1, ["REFUTES", "SUPPORTS"])
@@ -315,7 +346,7 @@ def test_a_classifier_keeps_the_order_of_its_labels(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", claims(40))
     config = FitConfig(**{**QUICK_FIT, "steps": 1, "lr": 1.0, "weight_decay": 1e39})
-    with pytest.raises(TrainingError, match=r"loss or weights are not finite any more, at step 1 .*; start anew"):
+    with pytest.raises(TrainingError, match=r"diverged near step 1: loss or weights are not finite; start again"):
         Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
     assert not (tmp_path / "run" / "model.safetensors").exists()
 

@@ -84,7 +84,7 @@ def main() -> None:
         settings = [part for key, value in TRAIN.items() for part in ("--set", f"{key}={value}")]
         rest, held_out = hold_out(work)
         given = ["--model", work / "model", "--train", rest, "--valid", held_out, "--steps", options.train_steps]
-        run("train", *given, *settings, "--output", work / "editor")
+        run("train", "--config", "qa", *given, *settings, "--output", work / "editor")
     for source, place, name in (
         (work / "model", MODEL, "model.safetensors"),
         (work / "editor/editor", EDITOR, "editor.safetensors"),

@@ -116,7 +116,7 @@ def bench_train(
     editor = HyperNetwork.for_model(model)
     batch, one = random_step(model, edits, rows, tokens), random_step(model, 1, rows, tokens)
     with torch.no_grad():
-        factor_bytes = _nbytes(editor.update(model, batch.fact))
+        factor_bytes = _nbytes(editor.update(model, batch.edit_batch))
         objective = Objective(model, config, kept_features(model, batch))
         kept_of_one = kept_features(model, one)
     learner = Learner(editor, config, objective, accelerator)

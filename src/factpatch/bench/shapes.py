@@ -21,7 +21,7 @@ from factpatch.device import find_device, find_dtype
 from factpatch.editors import Condition, EditBatch
 from factpatch.errors import InputError
 from factpatch.models import Classifier, Rows, Seq2Seq, TaskModel
-from factpatch.training.table import StepBatch, Targets
+from factpatch.training.batcher import ControlTargets, StepBatch, Targets
 
 ANSWER_TOKENS = 8  # of a question's answer, where the shape is an encoder-decoder's
 
@@ -99,16 +99,18 @@ def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBat
     places = torch.arange(edits * rows * answer, device=model.device).view(edits, rows, answer)
     edit, keep = places[:, :2].flatten(), places[:, 2:].flatten()
 
-    def targets(chosen: Tensor) -> Targets:
-        weights = torch.full((len(chosen),), 1 / len(chosen), device=model.device)
-        return Targets(labels.flatten()[chosen], weights, torch.arange(len(chosen), device=model.device))
+    def weights(chosen: Tensor) -> Tensor:
+        return torch.full((len(chosen),), 1 / len(chosen), device=model.device)
 
     chosen = Rows(batch.inputs, labels, torch.cat([edit, keep]))
-    return StepBatch(random_edits(model, edits, tokens), chosen, targets(edit), targets(keep))
+    index = torch.arange(len(keep), device=model.device)
+    return StepBatch(
+        random_edits(model, edits, tokens),
+        chosen,
+        Targets(labels.flatten()[edit], weights(edit), edit),
+        ControlTargets(labels.flatten()[keep], weights(keep), keep, index),
+    )
 
 
 def kept_features(model: TaskModel, batch: StepBatch) -> Tensor:
-    assert batch.rows.target_positions is not None
-    return model.features(
-        Rows(batch.rows.inputs, batch.rows.labels, batch.rows.target_positions[len(batch.edit.labels) :])
-    )
+    return model.features(Rows(batch.rows.inputs, batch.rows.labels, batch.control_targets.positions))

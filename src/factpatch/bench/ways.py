@@ -16,7 +16,7 @@ from factpatch.editors import EditBatch, HyperNetwork
 from factpatch.editors.network import WeightNormLinears
 from factpatch.engine import edited
 from factpatch.models import Rows, Seq2Seq, TaskModel
-from factpatch.training.table import StepBatch
+from factpatch.training.batcher import StepBatch
 
 
 def propose_and_run(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
@@ -58,11 +58,9 @@ def published_step(
     editor: HyperNetwork, model: TaskModel, batch: StepBatch, kept: Tensor, optimizer: torch.optim.Optimizer
 ) -> None:
     """One edit a step, dense, as the paper's code trains: everything from the gradients to the optimizer."""
-    logits = published_way(editor, model, batch.fact, batch.rows).float().flatten(0, -2)
-    assert batch.rows.target_positions is not None
-    edit, keep = logits[batch.rows.target_positions].split([len(batch.edit.labels), len(batch.keep.labels)])
-    loss = F.cross_entropy(edit, batch.edit.labels)
-    moved = kl(model.scores(kept), keep).mean()
+    logits = published_way(editor, model, batch.edit_batch, batch.rows).float().flatten(0, -2)
+    loss = F.cross_entropy(logits[batch.edit_targets.positions], batch.edit_targets.labels)
+    moved = kl(model.scores(kept), logits[batch.control_targets.positions]).mean()
     optimizer.zero_grad()
     (loss + moved).backward()
     optimizer.step()

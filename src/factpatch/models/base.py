@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -101,6 +102,19 @@ class TaskModel(ABC):
         _ = self.fingerprint
         self.model.to(dtype)
         return self
+
+    @contextmanager
+    def in_precision(self, dtype: torch.dtype) -> Iterator[None]:
+        """Runs the model in another precision within a block; then the weights are exactly what they were."""
+        _ = self.fingerprint
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        before = [tensor.data for tensor in tensors]
+        try:
+            self.model.to(dtype)
+            yield
+        finally:
+            for tensor, data in zip(tensors, before, strict=True):
+                tensor.data = data
 
     def save(self, folder: str | Path) -> None:
         """An ordinary Hugging Face folder, patches included in the weights."""
