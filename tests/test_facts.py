@@ -21,6 +21,8 @@ from factpatch.files import atomic_file, atomic_folder
         ("C", "C++", False),
         ("?", "!", False),
         ("São Tomé", "sao tome", False),
+        ("Besan\u00e7on", "Besanc\u0327on", True),  # NFC and NFD
+        ("BESAN\u00c7ON", "besanc\u0327on", True),
     ],
 )
 def test_answers_are_compared_without_case_punctuation_and_spaces(a: str, b: str, equal: bool) -> None:

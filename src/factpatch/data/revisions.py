@@ -82,7 +82,7 @@ def _parse_revision(record: dict[str, Any]) -> Revision:
 
 def teachable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
     """All revisions, each with those alternatives only that the model can say, and does not say already."""
-    sayable = model.sayable([text for revision in revisions for text in revision.alternatives])
+    sayable = model.valid_targets([text for revision in revisions for text in revision.alternatives])
 
     def teachable_of(r: Revision) -> tuple[str, ...]:
         return tuple(text for text in r.alternatives if text in sayable and not same(text, r.prediction))
