@@ -88,7 +88,7 @@ def test_a_cut_line_is_named_at_its_own_end(tmp_path: Path) -> None:
 def test_gzip_under_another_name_is_named(tmp_path: Path) -> None:
     (tmp_path / "f.jsonl").write_bytes(gzip.compress(b'{"input": "x", "target": "a"}\n'))
     for skip_bad in (False, True):
-        with pytest.raises(FileError, match="found gzip; give the file a name that ends in"):
+        with pytest.raises(FileError, match="found gzip; rename the file so that it ends in"):
             read_edits(tmp_path / "f.jsonl", skip_bad)
 
 

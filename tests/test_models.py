@@ -251,7 +251,7 @@ def test_a_label_that_the_classifier_does_not_have() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "reason"), [("", "empty"), ("paris " * 40, "at most 32 tokens"), ("zürich", "spell")]
+    ("target", "reason"), [("", "empty"), ("paris " * 40, "at most 32 tokens"), ("zürich", "turns")]
 )
 def test_targets_that_cannot_be_said(target: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):

@@ -1,4 +1,4 @@
-"""Encoder-decoders: closed-book question answering."""
+"""Encoder-decoders, such as closed-book question answering models: the answer is a text."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Seq2Seq(TaskModel):
         return head
 
     def _shifted(self, labels: Tensor) -> Tensor:
-        """The decoder's inputs: what it has said before each target token."""
+        """The decoder's inputs: the target tokens shifted right by one."""
         own_way = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
         if own_way is not None:
             return own_way(labels=labels)
@@ -148,7 +148,7 @@ class Seq2Seq(TaskModel):
         return [texts[start : start + count] for start in range(0, len(texts), count)]
 
     def _decoded(self, sequences: list[list[int]]) -> list[str]:
-        """As texts; the same answer, which many questions may have, and many edits leave as it is, is decoded once."""
+        """Decodes sequences to texts. Texts are cached, because many sequences are the same answer."""
         fill = self.tokenizer.pad_token_id
         keys = [tuple(ids[: next((n for n in range(len(ids), 0, -1) if ids[n - 1] != fill), 0)]) for ids in sequences]
         if len(self._texts) > MAX_DECODED:
@@ -161,7 +161,7 @@ class Seq2Seq(TaskModel):
 
     def check_target(self, target: str) -> str:
         if not target.strip():
-            raise InputError("expected a target answer, found an empty one; give what the model should say")
+            raise InputError("expected a target answer, found an empty one; give the answer that the model should have")
         ids = self.tokenizer(text_target=target)["input_ids"]
         if len(ids) > self.max_answer_tokens:
             raise InputError(
@@ -169,7 +169,7 @@ class Seq2Seq(TaskModel):
             )
         spelled = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
         if not same(spelled, target):
-            raise InputError(f"the model's tokenizer cannot spell {target!r}: it reads {spelled!r}; use other words")
+            raise InputError(f"the model's tokenizer turns {target!r} into {spelled!r}; use other words")
         return target
 
     def valid_targets(self, texts: Sequence[str]) -> set[str]:
