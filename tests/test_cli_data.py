@@ -140,7 +140,7 @@ def test_split_of_two_files_with_one_id(run, commands, home: Path, tmp_path: Pat
 @pytest.mark.parametrize("name", ["fit", "revise", "paraphrase", "split"])
 def test_bad_data_is_one_line_and_exit_1(run, commands, home: Path, tmp_path: Path, name: str) -> None:
     reasons = {
-        "bad.jsonl": 'bad.jsonl, line 41: expected a text in "input", found null; ',
+        "bad.jsonl": 'bad.jsonl, line 41: expected a text in "input", found null; fix it, or skip bad records',
         "empty.jsonl": "empty.jsonl: expected at least one record, found none",
         "none.jsonl": "none.jsonl: No such file",
     }

@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from factpatch import bench, constraints, engine
 from factpatch.device import find_device
-from factpatch.editors import network
 from factpatch.editors.registry import find_method
 from factpatch.models import TaskModel
 from factpatch.models.gpu import FrozenLayerNorm
@@ -23,7 +22,7 @@ from factpatch.training import TrainConfig
 from factpatch.training.objective import Objective
 from factpatch.training.step import Learner
 
-KERNELS = ("attention", "norm", "factors", "product", "divergence")
+KERNELS = ("attention", "norm", "product", "divergence")
 WARM, TIMED, PROFILED = 4, 10, 3  # steps
 
 
@@ -76,8 +75,6 @@ def leave_out(names: list[str], model: TaskModel) -> None:
         for module in model.model.modules():
             if type(module) is FrozenLayerNorm:
                 module.__class__ = nn.LayerNorm
-    if "factors" in names:
-        network.has_kernels = lambda device: False
     if "product" in names:
         engine._has_kernel = lambda layer, x, factor: False
     if "divergence" in names:

@@ -176,7 +176,7 @@ class Examiner:
         scores = moved = None
         if self.scores:
             features = self.model.features(self._repeated(batch, inputs, edits))
-            said = self.model.said(features)
+            said = self.model.answers_from(features)
             scores, moved = self._scores(batch, features, edits)
         if said is None:
             said = [ranked[0] for ranked in self.model.decide(Rows(inputs), edits=edits)]

@@ -22,7 +22,6 @@ from factpatch.errors import FileError, InputError
 from factpatch.evaluation.details import write_details
 from factpatch.evaluation.measure import Examined, Examiner, measure, predicted_now
 from factpatch.files import ResumableLines, atomic_file
-from factpatch.jsonl import read_jsonl
 from factpatch.metrics import Outcome, intervals, summary
 from factpatch.models import Classifier, TaskModel
 from factpatch.models.layers import block_names
@@ -112,7 +111,7 @@ def evaluate(
         on_done(len(rows))
     if lines is None:
         return {}
-    result = _result(lines.part, len(others), lines.seconds())
+    result = _result(lines.lines(), len(others), lines.seconds())
     with atomic_file(folder / "summary.json") as scratch:
         scratch.write_text(json.dumps({**about, **surroundings(model.device), "result": result}, indent=2) + "\n")
         lines.finish()  # with the summary safe, of which only the name is missing
@@ -173,9 +172,9 @@ def _line(revision: Revision, examined: Examined) -> str:
     return json.dumps({**about, **asdict(examined.outcome)}, ensure_ascii=False)
 
 
-def _result(lines: Path, inputs: int, seconds: float) -> dict[str, Any]:
+def _result(lines: Iterator[str], inputs: int, seconds: float) -> dict[str, Any]:
     names = [field.name for field in fields(Outcome)]
-    outcomes = list(read_jsonl(lines, lambda line: Outcome(**{name: line[name] for name in names})))
+    outcomes = [Outcome(**{name: record[name] for name in names}) for record in map(json.loads, lines)]
     return {
         **summary(outcomes),
         "intervals": intervals(outcomes),
