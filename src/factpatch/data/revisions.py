@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from factpatch.errors import InputError, MismatchError
-from factpatch.facts import FactEdit, same
+from factpatch.facts import FactEdit, normalize, same
 from factpatch.jsonl import read_jsonl, required_text, text_list
 from factpatch.models import TaskModel
 
@@ -71,6 +71,30 @@ def read_revisions(path: str | Path, on_bad: Callable[[str], object] | None = No
     """Streams the revisions of a file."""
     found = read_jsonl(path, lambda record: None if PROVENANCE in record else _parse_revision(record), on_bad)
     return (revision for revision in found if revision is not None)
+
+
+def load_revisions(
+    path: str | Path,
+    model: TaskModel,
+    on_bad: Callable[[str], object] | None = None,
+    warn: Callable[[str], object] = lambda message: None,
+) -> list[Revision]:
+    """Reads a revision file that is to be used with `model`.
+
+    Raises a MismatchError if another model made the file. A file without a provenance record, such as one written by
+    hand, is accepted after a call of `warn`. With `on_bad`, bad lines are skipped and reported to it.
+    """
+    provenance = read_provenance(path)
+    if provenance is None:
+        warn(f"{path} does not say which model made it; its predictions are recomputed")
+    else:
+        provenance.check_model(model, path)
+    return list(read_revisions(path, on_bad))
+
+
+def own_forms(revision: Revision) -> frozenset[str]:
+    """Returns the normalised texts of the input and all its paraphrases."""
+    return frozenset(map(normalize, (revision.input, *revision.rephrases, *revision.human_rephrases)))
 
 
 def _parse_revision(record: dict[str, Any]) -> Revision:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -101,6 +102,19 @@ class TaskModel(ABC):
         _ = self.fingerprint
         self.model.to(dtype)
         return self
+
+    @contextmanager
+    def in_precision(self, dtype: torch.dtype) -> Iterator[TaskModel]:
+        """Runs a block with the weights in another precision, and restores them bit by bit."""
+        if dtype == self.model.dtype:
+            yield self
+            return
+        before = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        stored = self.model.dtype
+        try:
+            yield self.cast(dtype)
+        finally:
+            self.cast(stored).model.load_state_dict(before)
 
     def save(self, folder: str | Path) -> None:
         """An ordinary Hugging Face folder, patches included in the weights."""
