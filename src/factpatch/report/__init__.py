@@ -1,4 +1,4 @@
-"""The paper's table and figures, from the folders that evaluate and train leave."""
+"""Tables and figures from the result folders of evaluate and train."""
 
 from factpatch.report.canvas import find_matplotlib, write_figures
 from factpatch.report.compare import contests
