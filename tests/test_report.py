@@ -1,4 +1,4 @@
-"""The report: tables compared with hand-made ones, comparisons of methods, and figures that are complete and readable."""
+"""The report: tables compared with hand-made ones, comparisons of methods, and readable figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from factpatch.metrics import METRICS, Metric, percent
 from factpatch.report import contests, list_figures, main_table, read_runs
 from factpatch.report.canvas import STYLE
 from factpatch.report.compare import cosines, grid, position, weigh
-from factpatch.report.tables import latex, latex_text, markdown, raw_numbers
+from factpatch.report.tables import joint_numbers, latex, latex_text, markdown, raw_numbers
 
 FIGURES = {
     "logits-ke": [
@@ -56,7 +56,7 @@ FIGURES = {
         ),
     ],
     "cosines": ["Gradient, all [1]", "KnowledgeEditor [3]", "1.000"],
-    "dirichlet": ["Distribution of the weighted score", "Share of weightings by which the row"],
+    "dirichlet": ["Distribution of the weighted score", "Share of weightings under which the row"],
     "together": ["Facts edited together in one model (bars: 95 % intervals)", "Success", "256"],
     "beams-ke": ["Edited input", "Paraphrase", "Unrelated input", "SUPPORTS"],
     "beams-qa": ["Windhoek", "Moscow"],
@@ -218,7 +218,8 @@ def test_latex(tmp_path: Path) -> None:
         r"\midrule",
         rf"\multicolumn{{7}}{{p{{0.95\linewidth}}}}{{{title}}} \\",
         r"\addlinespace",
-        r"Fine-tune, bert.encoder.layer.0 & \textbf{100.0} & 90.00 & 50.0 & \textbf{2.25} & 0.25 & 20 $\times$ 1,000 \\",
+        r"Fine-tune, bert.encoder.layer.0 & \textbf{100.0} & 90.00 & 50.0 & \textbf{2.25} & 0.25 "
+        r"& 20 $\times$ 1,000 \\",
         r" & {\scriptsize {[}95.0, 100.0]} &  &  & {\scriptsize {[}$-$0.10, 5.00]} &  &  \\",
         r"Zhu et al., all, m = $5 \cdot 10^{-4}$ & \textbf{100.0} & \textbf{98.77} & \textbf{75.0} / 50.0 & "
         r"\textbf{$-$0.20} & $1.2 \cdot 10^{-4}$ & 20 $\times$ 1,000 \\",
@@ -307,6 +308,23 @@ def test_unequal_conditions_are_never_ranked(tmp_path: Path, unequal: dict[str, 
     shown = markdown(main_table(read_runs(runs)[0]))
     assert f"Nothing is bold, because the runs differ in {name}." in shown
     assert not unequal or "revisions" in unequal or name in shown
+
+
+def test_runs_that_differ_in_merging_only_are_told_apart_by_it(tmp_path: Path) -> None:
+    curve = {"curve": results.plausible_curve()}
+    folders = [results.write_evaluation(tmp_path / m, bare=True, merge=m, result=curve) for m in ("sum", "solve")]
+    runs, _ = read_runs(folders)
+    assert [run.label for run in runs] == ["KnowledgeEditor, merged by sum", "KnowledgeEditor, merged by solve"]
+    rows = list(csv.DictReader(joint_numbers(runs).splitlines()))
+    assert [(row["merge"], row["facts"]) for row in rows[3:5]] == [("sum", "256"), ("solve", "1")]
+
+
+def test_a_failed_edit_is_marked_as_failed(tmp_path: Path) -> None:
+    folder = spoil(evaluated(tmp_path / "a") / "examples.json", '"a": "SUPPORTS"', '"a": "REFUTES"')
+    report([evaluated(tmp_path / "b"), folder], tmp_path / "out", None, 0, True)
+    failed, succeeded = ((tmp_path / "out" / f"beams-{name}.svg").read_text() for name in ("a", "b"))
+    assert "(THE EDIT FAILED: the first answer is not the target)" in failed
+    assert "(the edit succeeded)" in succeeded
 
 
 def test_results_of_other_models_stand_apart(tmp_path: Path) -> None:

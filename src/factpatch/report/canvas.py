@@ -57,8 +57,9 @@ def find_matplotlib() -> None:
 
 def new_figure(height: float, width: float = WIDTH) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
 
 
 def write_figures(drawings: Mapping[str, Callable[[], Figure]], folder: Path) -> list[Path]:

@@ -229,7 +229,7 @@ def draw_contests(contests: Sequence[Contest]) -> Figure:
         others = np.where(np.eye(len(contest.labels)), np.nan, contest.wins)
         _draw_matrix(wins, others, contest.labels, lowest=0, digits=2)
         wins.set_yticks(wins.get_xticks(), [label.get_text() for label in wins.get_xticklabels()])
-        wins.set(title="Share of weightings by which the row\nscores higher than the column", xlabel="system")
+        wins.set(title="Share of weightings under which the row\nscores higher than the column", xlabel="system")
         wins.set_ylabel("system")
     return figure
 

@@ -52,7 +52,7 @@ def _draw_run(axes: Axes, run: Evaluation, key: str, number: int) -> None:
         [facts for facts, _, _ in there],
         [value for _, value, _ in there],
         yerr=[[max(0.0, x) for x in low], [max(0.0, x) for x in high]],
-        label=wrapped(run.label, 90),
+        label=wrapped(run.joint_label(), 90),
         capsize=3,
         markersize=4.5,
         linewidth=1.3,

@@ -76,6 +76,11 @@ class Evaluation:
         """Identifies the model; results of version 0.1 have only its path."""
         return self.conditions.fingerprint or str(self.conditions.model)
 
+    def joint_label(self) -> str:
+        """The label with the way in which patches were merged."""
+        merged = f", merged by {self.conditions.merge}" if self.conditions.merge else ""
+        return self.label.removesuffix(merged) + merged
+
 
 @dataclass(frozen=True)
 class Group:
@@ -123,12 +128,18 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Training]]:
                 f"{folder}: expected the output folder of factpatch evaluate or factpatch train, found {found}; "
                 "check the path"
             )
-    times = Counter((run.model, run.label) for run in evaluations)
-    unique = [
-        run if times[run.model, run.label] == 1 else replace(run, label=f"{run.label} ({run.name})")
-        for run in evaluations
-    ]
-    return unique, trainings
+    return _with_unique_labels(evaluations), trainings
+
+
+def _with_unique_labels(runs: Sequence[Evaluation]) -> list[Evaluation]:
+    """Adds the way of merging to labels that coincide, or else the folder's name."""
+    found = list(runs)
+    for extend in (Evaluation.joint_label, lambda run: f"{run.label} ({run.name})"):
+        times = Counter((run.model, run.label) for run in found)
+        longer = [replace(run, label=extend(run)) if times[run.model, run.label] > 1 else run for run in found]
+        if len({(run.model, run.label) for run in longer}) == len(longer):
+            return longer
+    return found
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -180,8 +191,6 @@ def _label(conditions: Conditions) -> str:
         parts.append(conditions.layers)
     if conditions.bound is not None:
         parts.append(f"m = {short_number(conditions.bound)}")
-    if conditions.merge:
-        parts.append(f"merged by {conditions.merge}")
     return ", ".join(parts)
 
 

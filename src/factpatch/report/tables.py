@@ -301,7 +301,7 @@ def terminal_table(table: Sequence[Section]) -> TerminalTable:
     def show(number: Number) -> str:
         return f"[bold]{number.value}[/]" if number.best else number.value
 
-    notes = [section.note for section in table if section.note]
+    notes = [f"{section.title}: {section.note}" for section in table if section.note]
     caption = "\n".join(["Rates in %, 95 % intervals in brackets; equivalence: generated / human", *notes])
     shown = TerminalTable(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption=caption)
     shown.add_column("Method", no_wrap=True)
