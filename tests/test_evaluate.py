@@ -230,6 +230,7 @@ def test_a_killed_run_ends_in_the_same_summary(world: dict[str, Any], tmp_path: 
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     ours, theirs = (load_file(tmp_path / run / "details.safetensors") for run in ("killed", "whole"))
     assert all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
+    assert resumed is not None
     assert resumed.seconds
 
 

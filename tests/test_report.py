@@ -32,7 +32,8 @@ from factpatch.metrics import METRICS, Metric, percent
 from factpatch.report import contests, list_figures, main_table, read_runs
 from factpatch.report.canvas import STYLE
 from factpatch.report.compare import cosines, grid, position, weigh
-from factpatch.report.tables import joint_numbers, latex, latex_text, markdown, raw_numbers
+from factpatch.report.spreadsheets import joint_numbers, raw_numbers
+from factpatch.report.tables import latex, latex_text, markdown
 
 FIGURES = {
     "logits-ke": [

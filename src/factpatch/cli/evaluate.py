@@ -40,10 +40,10 @@ MERGE_INPUTS = 1000  # inputs that a merge may use, at most
 def evaluate(
     model: Model,
     data: Annotated[str, typer.Option(help="Revision file, made by factpatch revise for this model.")],
-    output: Annotated[Path, typer.Option(help="Folder for the results: summary.json, edits.jsonl and figures' data.")],
+    output: Annotated[Path, typer.Option(help="Folder for summary.json, edits.jsonl and the data for figures.")],
     method: Annotated[
         str | None,
-        typer.Option(help="A method without training: finetune, zhu, gradient or another. Default: that of --editor."),
+        typer.Option(help="Name of a method without training: finetune, zhu, gradient. Default: the editor's."),
     ] = None,
     editor: Annotated[str | None, typer.Option(help="Folder of an editor trained for this model, or world.")] = None,
     layers: Annotated[
@@ -65,9 +65,9 @@ def evaluate(
         int | None, typer.Option(min=1, help="Maximum updates per edit. Default: 5 with --loop, otherwise 1.")
     ] = None,
     together: Annotated[
-        str | None, typer.Option(help="Also edit this many facts at the same time, for each number: 1,16,64.")
+        str | None, typer.Option(help="Also measure N facts edited at the same time, for each N in a list: 1,16,64.")
     ] = None,
-    merge: Annotated[str, typer.Option(help="How --together merges patches into one: sum.")] = "sum",
+    merge: Annotated[str, typer.Option(help="How --together makes one patch of N: sum.")] = "sum",
     precision: Annotated[
         Literal["fp32", "bf16"] | None,
         typer.Option(help="Default: bf16 for editors of classifiers on a GPU, otherwise fp32."),
@@ -79,8 +79,10 @@ def evaluate(
 ) -> None:
     """Measure an edit method on a revision file.
 
-    Success: the model gives the target. Equivalence: paraphrases get the target too. Retain: control inputs, which
-    have nothing to do with the edit, keep their answers. Deterioration: accuracy lost on control inputs.
+    Success: the model gives the target for the edited input.
+    Equivalence: paraphrases of the input get the target, too.
+    Retain: control inputs, which are unrelated to the edit, keep their answers.
+    Deterioration: accuracy that is lost on the control inputs.
 
     Rerun the same command to resume an interrupted run. With accelerate launch, several processes share the work.
 

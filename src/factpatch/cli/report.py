@@ -22,8 +22,9 @@ def report(
 ) -> None:
     """Make tables and figures from results. Needs the extra `plots`.
 
-    Success: edits after which the model gives the target. Retain: control inputs, which have nothing to do with the
-    edit, whose answers are unchanged. Equivalence: paraphrases of the edited input that get the target too.
+    Success: the model gives the target for the edited input.
+    Equivalence: paraphrases of the input get the target, too.
+    Retain: control inputs, which are unrelated to the edit, keep their answers.
 
     Example: factpatch report runs/a runs/b --output report
     """

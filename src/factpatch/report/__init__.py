@@ -4,7 +4,8 @@ from factpatch.report.canvas import find_matplotlib, write_figures
 from factpatch.report.compare import contests
 from factpatch.report.figures import list_figures
 from factpatch.report.runs import read_runs
-from factpatch.report.tables import main_table, terminal_table, write_tables
+from factpatch.report.spreadsheets import write_tables
+from factpatch.report.tables import main_table, terminal_table
 
 __all__ = [
     "contests",

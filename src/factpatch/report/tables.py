@@ -1,13 +1,10 @@
-"""The main table (Table 1 of De Cao et al., 2021), one row per run: Markdown, LaTeX, CSV and terminal."""
+"""The main table (Table 1 of De Cao et al., 2021), one row per run: Markdown, LaTeX and terminal."""
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from textwrap import fill
 
 from rich.box import SIMPLE_HEAD
@@ -15,10 +12,9 @@ from rich.markup import escape
 from rich.table import Table as TerminalTable
 
 from factpatch.evaluation.summary import Result
-from factpatch.files import atomic_file
 from factpatch.metrics import METRICS, Metric
-from factpatch.report.compare import Contest, differing_conditions
-from factpatch.report.runs import Evaluation, Group, grouped, model_name
+from factpatch.report.compare import differing_conditions
+from factpatch.report.runs import Evaluation, Group, grouped
 
 NOTHING = "-"
 NOTES = [
@@ -146,23 +142,6 @@ def _kept(numbers: Sequence[Number]) -> list[Number]:
     return [number for i, number in enumerate(numbers) if i == 0 or number.value != NOTHING]
 
 
-def write_tables(
-    table: Sequence[Section], runs: Sequence[Evaluation], contests: Sequence[Contest], folder: Path
-) -> list[Path]:
-    """Writes table.md, table.tex, table.csv, together.csv and dirichlet.csv, as far as there is something to show."""
-    texts: dict[str, str] = {}
-    if runs:
-        texts |= {"table.md": markdown(table), "table.tex": latex(table), "table.csv": raw_numbers(runs)}
-    if any(run.result.curve for run in runs):
-        texts["together.csv"] = joint_numbers(runs)
-    if contests:
-        texts["dirichlet.csv"] = win_shares(contests)
-    for name, text in texts.items():
-        with atomic_file(folder / name) as scratch:
-            scratch.write_text(text, encoding="utf-8")
-    return [folder / name for name in texts]
-
-
 def markdown(table: Sequence[Section]) -> str:
     def show(number: Number) -> str:
         value = f"**{number.value}**" if number.best else number.value
@@ -233,66 +212,6 @@ def latex_text(text: str) -> str:
         return f"${factor}10^{{{exponent}}}$"
 
     return POWER.sub(power, escaped)
-
-
-def raw_numbers(runs: Sequence[Evaluation]) -> str:
-    """CSV: rates from 0 to 1 with their intervals; empty where there is none."""
-    titles = ["task", "model", "method", "run", *_metric_titles(), "edits", "retain_inputs", "seconds"]
-    rows = [
-        [*_about(run), run.name, *_metric_values(run.result), result.edits, result.retain_inputs, result.seconds]
-        for group in grouped(runs)
-        for run in group.runs
-        for result in [run.result]
-    ]
-    return _csv([titles, *rows])
-
-
-def joint_numbers(runs: Sequence[Evaluation]) -> str:
-    """CSV: the same rates for facts that were edited together."""
-    titles = ["task", "model", "method", "merge", "facts", "groups", *_metric_titles(), "edits", "retain_inputs"]
-    rows = [
-        [
-            *_about(run),
-            run.conditions.merge,
-            point.facts,
-            point.groups,
-            *_metric_values(point.result),
-            point.result.edits,
-            point.result.retain_inputs,
-        ]
-        for group in grouped(runs)
-        for run in group.runs
-        for point in run.result.curve
-    ]
-    return _csv([titles, *rows])
-
-
-def _about(run: Evaluation) -> list[str]:
-    return [run.conditions.task, model_name(run.conditions), run.label]
-
-
-def _metric_titles() -> list[str]:
-    return [title for key in METRICS for title in (key, f"{key}_low", f"{key}_high")]
-
-
-def _metric_values(result: Result) -> list[float | None]:
-    return [n for key in METRICS for n in (result.metrics[key], *result.intervals.get(key, (None, None)))]
-
-
-def win_shares(contests: Sequence[Contest]) -> str:
-    """CSV: for every two systems, the share of random weightings under which the first scores higher."""
-    rows: list[list[object]] = [["task", "system", "other", "share_of_weightings"]]
-    for contest in contests:
-        for i, system in enumerate(contest.labels):
-            others = [j for j in range(len(contest.labels)) if j != i]
-            rows += [[contest.task, system, contest.labels[j], float(contest.wins[i, j])] for j in others]
-    return _csv(rows)
-
-
-def _csv(rows: Iterable[Sequence[object]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
 
 
 def terminal_table(table: Sequence[Section]) -> TerminalTable:
