@@ -141,7 +141,7 @@ METRICS: dict[str, Metric] = {
     "success": Metric(
         "Success",
         "Success",
-        "edits after which the model gives the target for x",
+        "edits after which the model gives the target",
         {"success": lambda seen: same(seen.answer, seen.target)},
         **_share(),
     ),
@@ -157,14 +157,14 @@ METRICS: dict[str, Metric] = {
     "equivalence": Metric(
         "Equivalence",
         "Equiv.",
-        "generated paraphrases of x that get the target",
+        "generated paraphrases of the edited input that get the target",
         {"equivalence": lambda seen: seen.share_of_target(seen.paraphrase_answers)},
         **_share(),
     ),
     "equivalence_human": Metric(
         "Equivalence, human",
         "Human",
-        "paraphrases of x written by people that get the target",
+        "the same for paraphrases written by people",
         {"equivalence_human": lambda seen: seen.share_of_target(seen.human_paraphrase_answers)},
         column_of="equivalence",
         **_share(),
@@ -172,7 +172,7 @@ METRICS: dict[str, Metric] = {
     "deterioration": Metric(
         "Deterioration",
         "Deter.",
-        "accuracy on control inputs that is lost",
+        "accuracy that is lost on control inputs",
         {
             "accuracy_before": lambda seen: _mean(seen.correct_before),
             "accuracy_after": lambda seen: _mean(seen.correct_after),
@@ -189,7 +189,7 @@ METRICS: dict[str, Metric] = {
     "kl_mean": Metric(
         "Mean KL",
         "KL",
-        "KL divergence from the predictions before, over control inputs",
+        "KL divergence from the unedited model on control inputs",
         {"kl_mean": lambda seen: _mean(seen.kl)},
         higher_is_better=False,
         ranked=False,

@@ -243,7 +243,7 @@ def _show(result: Result, output: Path, bad: int) -> None:
     for point in result.curve:
         shares = ((METRICS[key], point.result.metrics[key]) for key in ("success", "retain", "equivalence"))
         shown = ", ".join(f"{m.label.lower()} {m.show(value)} {m.unit}" for m, value in shares if value is not None)
-        stdout.print(f"{point.facts:,} facts together ({point.groups} x): {shown}")
+        stdout.print(f"{point.facts:,} facts together ({point.groups} groups): {shown}", soft_wrap=True)
     skipped = f", {bad:,} bad lines skipped" if bad else ""
     rate = f"{result.edits / result.seconds:.3g} per second" if result.seconds else "in no time"
     stdout.print(f"{result.edits:,} edits on {result.retain_inputs:,} control inputs, {rate}{skipped}", soft_wrap=True)
