@@ -107,7 +107,7 @@ def test_bad_input_is_one_line_and_exit_1(edit, run, home: Path, tmp_path: Path)
         "trained for weights": edit("--input", text, "--target", target, model=tmp_path / "other"),
         "no readable editor": edit("--input", text, "--target", target, editor=tmp_path),
         "expected a model folder": edit("--input", text, "--target", target, model=tmp_path / "none"),
-        "no readable patch": run("patch", "show", cut),
+        "not a readable patch": run("patch", "show", cut),
         "expected a device": run("patch", "show", cut, "--device", "potato"),
     }
     for reason, result in cases.items():

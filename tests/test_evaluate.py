@@ -332,5 +332,10 @@ def test_the_command_explains_its_figures(world: dict[str, Any], tmp_path: Path,
     ran = run("evaluate", *options, "--edits", 6, "--retain", 4, "--together", "1,3", "--output", tmp_path / "run")
     assert ran.code == 0, ran.err
     shown = " ".join(ran.out.replace("│", " ").split())
-    for text in ("Retain", "control inputs whose answer is", "3 facts together (2 groups): success", "6 edits on 4 control"):
+    for text in (
+        "Retain",
+        "control inputs whose answer is",
+        "3 facts together (2 groups): success",
+        "6 edits on 4 control",
+    ):
         assert text in shown

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from factpatch import bench, constraints, engine
 from factpatch.device import find_device
-from factpatch.editors import HyperNetwork, network
+from factpatch.editors import HyperNetwork
 from factpatch.models import TaskModel
 from factpatch.models.gpu import FrozenLayerNorm
 from factpatch.processes import accelerator_on
@@ -22,7 +22,7 @@ from factpatch.training import TrainConfig
 from factpatch.training.objective import Objective
 from factpatch.training.step import Learner
 
-KERNELS = ("attention", "norm", "factors", "product", "divergence")
+KERNELS = ("attention", "norm", "product", "divergence")
 WARM, TIMED, PROFILED = 4, 10, 3  # steps
 
 
@@ -73,8 +73,6 @@ def leave_out(names: list[str], model: TaskModel) -> None:
         for module in model.model.modules():
             if type(module) is FrozenLayerNorm:
                 module.__class__ = nn.LayerNorm
-    if "factors" in names:
-        network.has_kernels = lambda device: False
     if "product" in names:
         engine._has_kernel = lambda layer, x, factor: False
     if "divergence" in names:

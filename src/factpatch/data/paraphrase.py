@@ -32,11 +32,11 @@ class RoundTrip:
     @staticmethod
     def _translate(model: Seq2Seq, texts: Sequence[str]) -> dict[str, list[str]]:
         """Five translations of each text that the model can read."""
-        encoded = model.readable(texts)
+        encoded = model.encode_readable(texts)
         # A translation is about as long as its source; one that is far longer repeats itself.
         longest = 2 * max((len(one["input_ids"]) for one in encoded.values()), default=0) + 8
         model.limit_answers(min(longest, model.max_input_tokens - 1))
-        return dict(zip(encoded, model.rank(list(encoded.values())), strict=True))
+        return dict(zip(encoded, model.candidates_encoded(list(encoded.values())), strict=True))
 
     @staticmethod
     def _ordered(text: str, pivots: Sequence[str], back: dict[str, list[str]]) -> list[str]:

@@ -50,7 +50,7 @@ def revise(
 
 def encode_records(model: TaskModel, records: Sequence[Record]) -> dict[str, Encoded]:
     """All their texts that the model can read."""
-    return model.readable([text for r in records for text in (r.input, *r.rephrases, *r.human_rephrases)])
+    return model.encode_readable([text for r in records for text in (r.input, *r.rephrases, *r.human_rephrases)])
 
 
 def revise_records(
@@ -61,9 +61,9 @@ def revise_records(
     for record in records:
         if record.input not in encoded:
             model.check_input(record.input)
-    ranked = model.rank([encoded[record.input] for record in records])
+    ranked = model.candidates_encoded([encoded[record.input] for record in records])
     rephrases = dict.fromkeys(text for r in records for text in (*r.rephrases, *r.human_rephrases) if text in encoded)
-    best = model.rank([encoded[text] for text in rephrases], count=1)
+    best = model.candidates_encoded([encoded[text] for text in rephrases], count=1)
     said = {text: outputs[0] for text, outputs in zip(rephrases, best, strict=True)}
 
     def agreeing(record: Record, rephrases: Sequence[str], prediction: str) -> tuple[str, ...]:

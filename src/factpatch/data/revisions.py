@@ -134,7 +134,7 @@ def own_forms(revision: Revision) -> frozenset[str]:
 
 def teachable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
     """Returns all revisions, each with only those alternatives that the model can express and does not predict."""
-    sayable = model.sayable([text for revision in revisions for text in revision.alternatives])
+    sayable = model.valid_targets([text for revision in revisions for text in revision.alternatives])
 
     def teachable_of(r: Revision) -> tuple[str, ...]:
         return tuple(text for text in r.alternatives if text in sayable and not same(text, r.prediction))

@@ -119,9 +119,9 @@ def _example(model: TaskModel, patch: Patch, revision: Revision, others: Sequenc
         if not found:
             continue
         encoded = model.encode(found[:1], model.max_input_tokens)
-        before = model.rank(encoded)[0]
+        before = model.candidates_encoded(encoded)[0]
         with edited(model.layers, stack_patches([patch], model.layers)):
-            after = model.rank(encoded)[0]
+            after = model.candidates_encoded(encoded)[0]
         rows.append({"kind": kind, "text": found[0], "before": before, "after": after})
     edit = patch.edits[0]
     return {"edit": {"x": edit.x, "y": edit.y, "a": edit.a}, "rows": rows}

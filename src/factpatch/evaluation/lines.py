@@ -50,6 +50,7 @@ def edit_line(revision: Revision, examined: Examined, **more: Any) -> str:
     return json.dumps({**more, **about, **examined.outcome.values}, ensure_ascii=False)
 
 
-def outcome_of(line: dict[str, Any]) -> Outcome:
+def outcome_of(line: str) -> Outcome:
     """The outcome in a line that `edit_line` made."""
-    return Outcome({name: line[name] for name in value_names()})
+    record = json.loads(line)
+    return Outcome({name: record[name] for name in value_names()})

@@ -184,7 +184,7 @@ class Examiner:
         scores = moved = None
         if self.scores:
             features = self.model.features(self._repeated(batch, inputs, edits))
-            texts = self.model.said(features)
+            texts = self.model.answers_from(features)
             scores, moved = self._scores(batch, features, edits)
         if texts is None:
             texts = [ranked[0] for ranked in self.model.decide(Rows(inputs), edits=edits)]

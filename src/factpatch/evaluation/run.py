@@ -24,7 +24,6 @@ from factpatch.evaluation.measure import Examiner, predicted_now
 from factpatch.evaluation.summary import FILE, Conditions, Result, Summary
 from factpatch.evaluation.together import Together, count_joint_edits, measure_together
 from factpatch.files import ResumableLines
-from factpatch.jsonl import read_jsonl
 from factpatch.models import Classifier, TaskModel
 from factpatch.patch import stack_patches
 from factpatch.processes import from_first, join_processes
@@ -139,7 +138,7 @@ def _measure_each(
     write_shared(lines, range(done, len(batches)), make_lines, on_done)
     if lines is None:
         return None, None
-    return lines, Result.of(list(read_jsonl(lines.part, outcome_of)), len(others), lines.seconds())
+    return lines, Result.of(list(map(outcome_of, lines.lines())), len(others), lines.seconds())
 
 
 def _conditions(

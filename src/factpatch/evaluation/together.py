@@ -6,6 +6,7 @@ edit of the group is measured in the model that carries it.
 
 from __future__ import annotations
 
+import json
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,6 @@ from factpatch.evaluation.lines import edit_line, open_lines, outcome_of, write_
 from factpatch.evaluation.measure import Examiner
 from factpatch.evaluation.summary import JointResult, Result
 from factpatch.files import ResumableLines
-from factpatch.jsonl import read_jsonl
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
 from factpatch.processes import from_first
@@ -91,7 +91,7 @@ def measure_together(
         return [edit_line(revision, one, **about) for revision, one in zip(group, examined, strict=True)]
 
     write_shared(lines, range(done, len(groups)), make_lines, on_done)
-    return lines, _curve(lines.part, together.sizes, len(others)) if lines else ()
+    return lines, _curve(list(lines.lines()), together.sizes, len(others)) if lines else ()
 
 
 def _whole_groups(lines: int, groups: Sequence[Sequence[Revision]]) -> int:
@@ -103,12 +103,12 @@ def _whole_groups(lines: int, groups: Sequence[Sequence[Revision]]) -> int:
     return len(groups)
 
 
-def _curve(path: Path, sizes: Sequence[int], inputs: int) -> tuple[JointResult, ...]:
-    lines = list(read_jsonl(path, lambda line: line))
+def _curve(lines: Sequence[str], sizes: Sequence[int], inputs: int) -> tuple[JointResult, ...]:
+    records = [json.loads(line) for line in lines]
     points = []
     for size in sizes:
-        found = [line for line in lines if line["facts"] == size]
-        seconds = sum({line["group"]: line["seconds"] for line in found}.values())
-        result = Result.of(list(map(outcome_of, found)), inputs, seconds, group_size=size)
-        points.append(JointResult(size, len(found) // size, result))
+        own = [i for i, record in enumerate(records) if record["facts"] == size]
+        seconds = sum({records[i]["group"]: records[i]["seconds"] for i in own}.values())
+        result = Result.of([outcome_of(lines[i]) for i in own], inputs, seconds, group_size=size)
+        points.append(JointResult(size, len(own) // size, result))
     return tuple(points)
