@@ -5,6 +5,7 @@ Both classes hold either a single change or a stack of changes, with one entry p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -115,6 +116,27 @@ def stack(changes: list[Delta | None], shape: tuple[int, int], like: Tensor) -> 
         return torch.stack([empty if c is None else _pad_rank(c.tensors[name].to(like), rank) for c in changes])
 
     return LowRank(filled("A", shape[1]), filled("B", shape[0]))
+
+
+def unstack(stacks: Mapping[str, LowRank]) -> list[dict[str, LowRank]]:
+    """Cuts stacks into one set of changes per edit, and drops rows that are zero in B, as those of padding are."""
+    # One transfer for all weights: a GPU would otherwise wait at each of thousands of small ones.
+    used = torch.cat([stack.B.ne(0).any(-1) for stack in stacks.values()], dim=1).cpu()  # (edits, ranks)
+    per_edit: list[dict[str, LowRank]] = [{} for _ in used]
+    for (name, stack), used_rows in zip(stacks.items(), used.split([s.rank for s in stacks.values()], 1), strict=True):
+        for e, rows in enumerate(used_rows):
+            per_edit[e][name] = LowRank(_used(stack.A[e], rows), _used(stack.B[e], rows))
+    return per_edit
+
+
+def _used(factor: Tensor, rows: Tensor) -> Tensor:
+    """A copy of the used rows: usually all of them, or all but the padding before the last."""
+    tokens = int(rows[:-1].sum())
+    if rows.all():
+        return factor.clone()
+    if rows[-1] and rows[:tokens].all():
+        return torch.cat([factor[:tokens], factor[-1:]])
+    return factor[rows.nonzero().squeeze(1).to(factor.device)]
 
 
 def aligned(rank: int, like: Tensor) -> int:

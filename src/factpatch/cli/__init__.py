@@ -68,6 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _number_loops(arguments: list[str]) -> list[str]:
     """`--loop` alone means five updates at most; typer options cannot leave their value out."""
+    if arguments[:1] == ["evaluate"]:
+        return arguments
     numbered: list[str] = []
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         numbered += [argument, "5"] if argument == "--loop" and not following.isdecimal() else [argument]

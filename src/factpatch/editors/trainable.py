@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from factpatch.deltas import Delta, LowRank
+from factpatch.deltas import Delta, LowRank, unstack
 from factpatch.editors.base import EditMethod
 from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError
@@ -144,16 +144,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
     def patches(self, edits: Sequence[FactEdit], deltas: Mapping[str, Delta]) -> list[Patch]:
         """Cuts stacks into one patch per edit, without the rows of B that are zero, as those of padding are."""
         _check_finite(deltas)
-        factors = {name: delta for name, delta in deltas.items() if isinstance(delta, LowRank)}
-        # One transfer for all weights: a GPU would otherwise wait at each of thousands of small ones.
-        used = torch.cat([f.B.ne(0).any(-1) for f in factors.values()], dim=1).cpu()  # (edits, ranks)
-        per_weight = zip(factors, used.split([f.rank for f in factors.values()], dim=1), strict=True)
-        per_edit: list[dict[str, Delta]] = [{} for _ in edits]
-        for name, used_rows in per_weight:
-            for e, (changes, rows) in enumerate(zip(per_edit, used_rows, strict=True)):
-                A, B = factors[name].A[e], factors[name].B[e]
-                changes[name] = LowRank(_used(A, rows), _used(B, rows))
-        return [Patch(changes, self.base, self.name, (edit,)) for edit, changes in zip(edits, per_edit, strict=True)]
+        per_edit = unstack({name: delta for name, delta in deltas.items() if isinstance(delta, LowRank)})
+        return [Patch({**own}, self.base, self.name, (edit,)) for edit, own in zip(edits, per_edit, strict=True)]
 
     def prepare(self, model: TaskModel) -> None:
         """Checks that the editor fits the model and moves it to the model's device."""
@@ -231,13 +223,3 @@ def _check_finite(deltas: Mapping[str, Delta]) -> None:
     for name, is_fine in zip(deltas, torch.stack(fine).tolist(), strict=True):
         if not is_fine:
             raise InputError(f"the update of {name} is not finite; load the model in float32 or bfloat16")
-
-
-def _used(factor: Tensor, rows: Tensor) -> Tensor:
-    """A copy of the rows that are used: mostly all of them, or all but the padding before the last."""
-    tokens = int(rows[:-1].sum())
-    if rows.all():
-        return factor.clone()
-    if rows[-1] and rows[:tokens].all():
-        return torch.cat([factor[:tokens], factor[-1:]])
-    return factor[rows.nonzero().squeeze(1).to(factor.device)]
