@@ -18,7 +18,7 @@ from rich.table import Table
 
 from factpatch import world
 from factpatch.data.revisions import Revision, editable
-from factpatch.demo import counterfactual, other_facts, outdated
+from factpatch.demo import control_facts, counterfactual, outdated
 from factpatch.editors import EditMethod, Looped, load_editor
 from factpatch.evaluation.measure import measure
 from factpatch.metrics import Outcome, accuracy, summary
@@ -55,7 +55,7 @@ def main() -> None:
             found[key] = accuracy(model.predict([q for q, _ in asked]), [[answer] for _, answer in asked])
     changes, made_up = outdated(model), counterfactual(model, options.counterfactual, options.seed)
     edits = changes + made_up
-    others = other_facts(model, options.seed, options.others)
+    others = control_facts(model, options.seed, options.others)
     outcomes = measured(editor, model, edits, others, console)
     looped = measured(Looped(editor), model, edits, others[:2], console)
     to_made_up = measured(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,3 +57,10 @@ def to_device(device: torch.device, values: NDArray[Any] | Sequence[int]) -> Ten
     """As a tensor there, without waiting for the device; pinned, so that the values last until they are copied."""
     tensor = torch.as_tensor(values)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def use_free_cores(model: Any) -> None:
+    """Sets the number of torch's threads to the number of cores that other processes leave free."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores - round(os.getloadavg()[0])))
