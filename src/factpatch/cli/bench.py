@@ -65,7 +65,7 @@ def edit(
         print_json({**_about(shape, rows, tokens, model), **result})
         return
     steady, given_back = result, result["memory_given_back"]
-    table = Table("", "ms per edit", "edits per second", "speedup", *(["memory given back"] if given_back else []))
+    table = Table("", "ms per edit", "edits/s", "speedup", *(["edits/s, memory\ngiven back"] if given_back else []))
     for name, key in (
         (f"{edits} edits at once", "edits_per_second"),
         ("one edit", "one_edit_per_second"),
@@ -79,7 +79,7 @@ def edit(
     stdout.print(table)
     _explain(*EXPLANATIONS)
     if given_back:
-        _explain("memory given back: edits per second if free memory goes back to the system before each run")
+        _explain("memory given back: if free memory goes back to the system before each run")
     stdout.print(f"The low-rank factors of {edits} edits take {result['factor_bytes'] / 1e6:.1f} MB.")
 
 
@@ -109,7 +109,7 @@ def train(
     if as_json:
         print_json({**_about(shape, rows, tokens, model), **result})
         return
-    table = Table("", "edits per second", "speedup")
+    table = Table("", "edits/s", "speedup")
     for name, key in (
         (f"a step with {edits} edits", "edits_per_second"),
         ("published implementation", "reference_edits_per_second"),
@@ -152,7 +152,7 @@ def evaluate(
     if as_json:
         print_json({**_about(shape, rows, tokens, model), **result})
         return
-    table = Table("", "rows per second")
+    table = Table("", "rows/s")
     table.add_row(f"under {result['edits']} patches", per_second(result["rows_per_second"]))
     table.add_row("unedited model", per_second(result["unedited_rows_per_second"]))
     stdout.print(table)

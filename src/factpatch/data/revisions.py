@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from factpatch import world
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, normalize, same
 from factpatch.jsonl import read_jsonl, required_text, text_list
@@ -85,7 +86,7 @@ def read_revisions(path: str | Path, on_bad: Callable[[str], object] | None = No
 def read_provenance(path: str | Path) -> Provenance | None:
     """Returns the provenance of a revision file from its first record, or None for a file without one."""
     try:
-        return next(read_jsonl(path, lambda record: _parse_provenance(record, path)), None)
+        return next(read_jsonl(_file(path), lambda record: _parse_provenance(record, path)), None)
     except InputError:  # a bad first line
         return None
 
@@ -93,7 +94,7 @@ def read_provenance(path: str | Path) -> Provenance | None:
 def _read(path: str | Path, on_bad: Callable[[str], object] | None) -> Iterator[Provenance | Revision]:
     """Streams all records of a file and checks that they come from one source."""
     provenance, revisions = None, 0
-    for record in read_jsonl(path, lambda raw: _parse_provenance(raw, path) or _parse_revision(raw), on_bad):
+    for record in read_jsonl(_file(path), lambda raw: _parse_provenance(raw, path) or _parse_revision(raw), on_bad):
         if isinstance(record, Revision):
             revisions += 1
         elif revisions and record != provenance:
@@ -104,6 +105,11 @@ def _read(path: str | Path, on_bad: Callable[[str], object] | None) -> Iterator[
         else:
             provenance = record
         yield record
+
+
+def _file(path: str | Path) -> str | Path:
+    """The file to read; "world" is the embedded model's."""
+    return world.REVISIONS if path == "world" else path
 
 
 def _parse_provenance(raw: dict[str, Any], path: str | Path) -> Provenance | None:
