@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the program itself: `make docs`. A test keeps the page up to date."""
+"""Writes docs/cli.md from the help texts of the program: `make docs`. A test checks that the page is up to date."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from factpatch.cli import app
 PAGE = Path(__file__).parent / "cli.md"
 INTRO = """# Command line
 
-Results go to stdout, progress and messages to stderr. Exit 0, 1 for an error that the message explains, 2 for wrong
-usage. This page is made from the program by `make docs`.
+Results go to stdout, progress and messages to stderr. The exit status is 0 for success, 1 for an error that the message
+explains and 2 for wrong usage. `make docs` writes this page from the program's help texts.
 
-With `--json` a command prints one object. Rates are between 0 and 1, null where there was nothing to measure:
+With `--json`, a command prints one JSON object. Shares are between 0 and 1, or null where there was nothing to measure.
+The keys to rely on:
 """
 KEYS = {
     "fit": "accuracy exact_match seconds",
     "paraphrase, revise": "records kept with_alternative with_paraphrase bad seconds",
     "edit": "before after target success patch",
+    "edit --facts": "success failed bad edits seconds",
+    "ask": "answers patches",
+    "patch apply": "patches model output facts lost",
     "evaluate, demo": "success retain equivalence equivalence_human deterioration edits retain_inputs seconds",
     "train": "success retain equivalence equivalence_human deterioration edits seconds steps edits_per_second margin",
-    "bench": "edits_per_second reference_edits_per_second speedup limit_edits_per_second fraction_of_limit",
+    "bench": "edits_per_second reference_edits_per_second speedup limit_edits_per_second fraction_of_limit "
+    "factor_bytes",
 }
 
 
 def commands(command: Any, path: str) -> list[tuple[str, Any]]:
-    """Every command with its full name, groups left out."""
+    """All commands with their full names; a group contributes its commands."""
     inner = getattr(command, "commands", None)
     if inner is None:
         return [(path, command)]
@@ -56,7 +61,7 @@ def section(name: str, command: Any) -> str:
 def page() -> str:
     keys = "\n".join(f"| {names} | {' '.join(f'`{key}`' for key in found.split())} |" for names, found in KEYS.items())
     sections = [section(name, command) for name, command in commands(typer.main.get_command(app), "factpatch")]
-    return "\n".join([f"{INTRO}\n| command | keys, among others |\n|---|---|\n{keys}\n", *sections])
+    return "\n".join([f"{INTRO}\n| command | keys |\n|---|---|\n{keys}\n", *sections])
 
 
 if __name__ == "__main__":

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import typer
 
-from factpatch.cli import _number_loops, app
+from factpatch.cli import app
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGES = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+LINE = 120  # characters
+LINK = re.compile(r"[-*\s]*!?\[.*\]\(\S+\)[.,;]?")  # a line that is one link or image cannot be wrapped
 
 
 def test_the_command_line_page_is_up_to_date() -> None:
@@ -32,12 +35,20 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_lines_are_wrapped(page: Path) -> None:
+    lines = enumerate(page.read_text().splitlines(), start=1)
+    long = [n for n, line in lines if len(line) > LINE and not line.startswith("|") and not LINK.fullmatch(line)]
+    assert not long, f"{page.name}: lines over {LINE} characters: {long}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_understood(page: Path) -> None:
-    """Their names and options, that is; they are not run."""
+    """The command line accepts the names and options of all commands in the documentation; they are not run."""
     blocks = re.findall(r"^```(?:\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    for line in re.findall(r"^factpatch .+", "".join(blocks), re.MULTILINE):
-        words = _number_loops(shlex.split(line, comments=True)[1:])
+    commands = "".join(blocks).replace("\\\n", " ")  # one command may go over several lines
+    for line in re.findall(r"^factpatch .+", commands, re.MULTILINE):
+        words = shlex.split(line, comments=True)[1:]
         command: Any = typer.main.get_command(app)
         while hasattr(command, "commands"):
             command = command.commands[words.pop(0)]
