@@ -1,4 +1,4 @@
-"""The benchmark measures what it says: the reference computes the same edit as the engine."""
+"""The benchmarks compare like with like: the reference computes the same edit as the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from factpatch.training.objective import Objective
 @torch.no_grad()
 def test_the_published_way_gives_the_same_outputs(model: TaskModel, edits: list[FactEdit]) -> None:
     if model.model.config.model_type == "gpt2":
-        pytest.skip("its weights are stored the other way round, which the benchmark's shapes are not")
+        pytest.skip("its weights are transposed, unlike those of the benchmark's shapes")
     editor = loud_editor(model)
     batch = editor.batch(model, edits[:1])
     found = propose_and_run(editor, model, batch, batch.rows)
@@ -88,7 +88,7 @@ def test_the_tables_name_slow_rates(run, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_factors_of_128_bert_base_edits_stay_below_1_5_gb() -> None:
-    """Counted, not allocated: rank tokens + 1 in each of the 72 weights."""
+    """The factors have rank tokens + 1 in each of the 72 weights; they are counted, not allocated."""
     from transformers import BertConfig, BertForSequenceClassification
 
     from factpatch.models import editable_layers
@@ -100,7 +100,7 @@ def test_factors_of_128_bert_base_edits_stay_below_1_5_gb() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "bart"])
 def test_a_training_step_and_what_it_is_measured_by(name: str) -> None:
-    """The reference's gradients are those of the step that trains, for the same edit."""
+    """The reference's gradients equal those of a training step with the same edit."""
     model = tiny.build(name, vocab_size=20_000)
     summary = bench.bench_train(model, edits=2, rows=4, tokens=5, repeats=1)
     for key in ("edits_per_second", "reference_edits_per_second", "speedup", "limit_edits_per_second"):

@@ -1,4 +1,4 @@
-"""The command line as a user meets it."""
+"""The command line: edit, ask, patch, and what all commands share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def edit(run, home: Path):
 
 
 def one_edit(home: Path) -> tuple[str, str, str]:
-    """An input, what the model says to it, and another label."""
+    """An input, the model's answer to it, and another label."""
     model = load_model(home / "model", "cpu")
     before, other = model.candidates([QUESTIONS[0]], 2)[0]
     return QUESTIONS[0], before, other

@@ -1,4 +1,4 @@
-"""The demonstration: what it shows is measured, on the model that ships."""
+"""The demonstration shows what the embedded model really answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation says what the program does."""
+"""The documentation agrees with the program, its links work and its lines are wrapped."""
 
 from __future__ import annotations
 
