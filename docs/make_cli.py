@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the program itself: `make docs`. A test keeps the page up to date."""
+"""Writes docs/cli.md from the help texts of the program: `make docs`. A test checks that the page is up to date."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ KEYS = {
     "fit": "accuracy exact_match seconds",
     "paraphrase, revise": "records kept with_alternative with_paraphrase bad seconds",
     "edit": "before after target success patch",
+    "edit --facts": "success failed bad edits seconds",
+    "ask": "answers patches",
+    "patch apply": "patches model output facts lost",
     "evaluate, demo, train": "success retain equivalence equivalence_human deterioration edits seconds",
     "evaluate, demo": "retain_inputs",
     "train": "steps edits_per_second margin",
@@ -31,7 +34,7 @@ KEYS = {
 
 
 def commands(command: Any, path: str) -> list[tuple[str, Any]]:
-    """Every command with its full name, groups left out."""
+    """All commands with their full names; a group contributes its commands."""
     inner = getattr(command, "commands", None)
     if inner is None:
         return [(path, command)]
@@ -59,7 +62,7 @@ def section(name: str, command: Any) -> str:
 def page() -> str:
     keys = "\n".join(f"| {names} | {' '.join(f'`{key}`' for key in found.split())} |" for names, found in KEYS.items())
     sections = [section(name, command) for name, command in commands(typer.main.get_command(app), "factpatch")]
-    return "\n".join([f"{INTRO}\n| command | keys, among others |\n|---|---|\n{keys}\n", *sections])
+    return "\n".join([f"{INTRO}\n| command | keys |\n|---|---|\n{keys}\n", *sections])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from factpatch import world
 from factpatch.data.formats import PROVENANCE
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, normalize, same
@@ -85,7 +86,7 @@ def read_revisions(path: str | Path, on_bad: Callable[[str], object] | None = No
 def read_provenance(path: str | Path) -> Provenance | None:
     """Returns the provenance of a revision file from its first record, or None for a file without one."""
     try:
-        return next(read_jsonl(path, lambda record: _parse_provenance(record, path)), None)
+        return next(read_jsonl(_file(path), lambda record: _parse_provenance(record, path)), None)
     except InputError:  # a bad first line
         return None
 
@@ -104,7 +105,7 @@ def _read(
             check_unknown(record)
         return record
 
-    for record in read_jsonl(path, parse, on_bad):
+    for record in read_jsonl(_file(path), parse, on_bad):
         first = first or record
         if isinstance(record, Provenance) and record != first:
             raise MismatchError(
@@ -112,6 +113,11 @@ def _read(
                 "precisions; use a separate file for each"
             )
         yield record
+
+
+def _file(path: str | Path) -> str | Path:
+    """The file to read; "world" is the embedded model's."""
+    return world.REVISIONS if path == "world" else path
 
 
 def _parse_provenance(raw: dict[str, Any], path: str | Path) -> Provenance | None:
