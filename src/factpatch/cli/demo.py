@@ -39,7 +39,8 @@ def demo(
         int | None,
         typer.Option(
             min=1,
-            help="Repeat the update until the edit succeeds, at most N times. Default: 5 with --fact, else 1.",
+            metavar="N",
+            help="Repeat the update until the edit succeeds, at most N times. Default: 5 with --fact, otherwise 1.",
         ),
     ] = None,
     device: Device = None,

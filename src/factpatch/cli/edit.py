@@ -61,8 +61,7 @@ def edit(
 ) -> None:
     """Change a model's answer to one input, or to many inputs with one patch each. The model's files do not change.
 
-    A failed edit is not saved. If no edit succeeds, the exit status is 1; with --facts, failures beside successes are
-    counted and the exit status is 0.
+    Failed edits are counted and not saved. If all edits fail, the exit status is 1; if some succeed, it is 0.
 
     Example: factpatch edit --model world --editor world --input "What is the capital of Burundi?" --target Gitega
     """

@@ -79,7 +79,7 @@ def show(
 
 @app.command()
 def apply(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Patch files, in the order to apply them.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Patch files, in the order to apply them.")],
     model: Model,
     output: Annotated[Path, typer.Option(help="A new folder for the patched model.")],
     force: Annotated[
