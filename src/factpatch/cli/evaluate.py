@@ -14,7 +14,6 @@ from factpatch.cli.common import (
     Seed,
     SkipBad,
     is_main_process,
-    load,
     prepare,
     print_json,
     progress_bar,
@@ -77,6 +76,7 @@ def evaluate(
         from factpatch.device import find_device
         from factpatch.evaluation import evaluate as run
         from factpatch.evaluation import precise, sampled
+        from factpatch.models import load_model
         from factpatch.processes import join_processes
 
         prepare(seed)
@@ -84,7 +84,7 @@ def evaluate(
         revisions = list(read_revisions(data, bad.append if skip_bad else None))
         to_choose_on = list(read_revisions(valid, bad.append if skip_bad else None)) if valid else None
         join_processes(find_device(device))  # each of which then has a GPU of its own
-        task_model = load(model, device)
+        task_model = load_model(model, device)
     with precise(task_model, precision, baseline=method != "hyper"):
         sample, others = sampled(task_model, revisions, edits, retain, seed)
         tried: list[dict[str, Any]] = []

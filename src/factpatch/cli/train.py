@@ -17,7 +17,6 @@ from factpatch.cli.common import (
     SkipBad,
     announce,
     is_main_process,
-    load,
     prepare,
     print_json,
     show_counts,
@@ -58,7 +57,7 @@ def train(
     Example: factpatch train --model runs/fever --train fever-train.jsonl --output runs/fever-editor --minutes 10
     """
     from factpatch.device import find_device
-    from factpatch.models import Classifier
+    from factpatch.models import Classifier, load_model
     from factpatch.processes import join_processes
     from factpatch.training import PRESETS, Train, resolve_config
 
@@ -67,7 +66,7 @@ def train(
     prepare(seed or 0)
     announce(f"loading {model}")
     join_processes(find_device(device))  # each of which then has a GPU of its own
-    task_model = load(model, device)
+    task_model = load_model(model, device)
     quick = "fc" if isinstance(task_model, Classifier) else "qa"
     preset, path = (config, None) if config in PRESETS else (quick, config)
     overrides = {"steps": steps, "minutes": minutes, "seed": seed}
