@@ -104,7 +104,7 @@ def train_editor(work: Path, steps: int) -> None:
     settings = [part for key, value in TRAIN.items() for part in ("--set", f"{key}={value}")]
     train, held_out = hold_out(work)
     given = ["--model", work / "model", "--train", train, "--valid", held_out, "--steps", steps]
-    run("train", *given, *settings, "--output", work / "editor")
+    run("train", "--config", "qa", *given, *settings, "--output", work / "editor")
 
 
 def ship(work: Path) -> None:
