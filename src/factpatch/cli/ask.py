@@ -14,11 +14,9 @@ from factpatch.cli.common import Device, Json, Model, Seed, load, prepare, print
 
 
 def ask(
-    questions: Annotated[list[str], typer.Argument(metavar="QUESTION...", help="Questions or claims.")],
+    questions: Annotated[list[str], typer.Argument(metavar="QUESTION", help="Questions or claims.")],
     model: Model,
-    patch: Annotated[
-        list[Path] | None, typer.Option(help="A patch to compare the model with; may be given several times.")
-    ] = None,
+    patch: Annotated[list[Path] | None, typer.Option(help="A patch to apply; may be given several times.")] = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,

@@ -7,18 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from factpatch.cli.common import (
-    Device,
-    Json,
-    Precision,
-    Seed,
-    per_second,
-    prepare,
-    print_json,
-    status_bar,
-    stdout,
-    working,
-)
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Precision, Seed
 
 if TYPE_CHECKING:
     from factpatch.models import TaskModel
@@ -59,10 +49,10 @@ def edit(
     model = _build(shape, device, precision, seed)
     from factpatch import bench
 
-    with status_bar(f"{shape} on {model.device}") as update:
+    with common.status_bar(f"{shape} on {model.device}") as update:
         result = bench.bench_edit(model, edits, rows, tokens, repeats, lambda share: update(share, ""))
     if as_json:
-        print_json({**_about(shape, rows, tokens, model), **result})
+        common.print_json({**_about(shape, rows, tokens, model), **result})
         return
     steady, given_back = result, result["memory_given_back"]
     table = Table("", "ms per edit", "edits/s", "speedup", *(["edits/s, memory\ngiven back"] if given_back else []))
@@ -74,13 +64,13 @@ def edit(
     ):
         rate = steady[key]
         speedup = rate / steady["reference_edits_per_second"]
-        cells = [f"{1000 / rate:.1f}", per_second(rate), f"{speedup:.2f}"]
-        table.add_row(name, *cells, *([per_second(given_back[key])] if given_back else []))
-    stdout.print(table)
+        cells = [f"{1000 / rate:.1f}", common.per_second(rate), f"{speedup:.2f}"]
+        table.add_row(name, *cells, *([common.per_second(given_back[key])] if given_back else []))
+    common.stdout.print(table)
     _explain(*EXPLANATIONS)
     if given_back:
         _explain("memory given back: if free memory goes back to the system before each run")
-    stdout.print(f"The low-rank factors of {edits} edits take {result['factor_bytes'] / 1e6:.1f} MB.")
+    common.stdout.print(f"The low-rank factors of {edits} edits take {result['factor_bytes'] / 1e6:.1f} MB.")
 
 
 @app.command()
@@ -104,10 +94,10 @@ def train(
     model = _build(shape, device, precision, seed)
     from factpatch import bench
 
-    with status_bar(f"{shape} on {model.device}") as update:
+    with common.status_bar(f"{shape} on {model.device}") as update:
         result = bench.bench_train(model, edits, rows, tokens, repeats, lambda share: update(share, ""))
     if as_json:
-        print_json({**_about(shape, rows, tokens, model), **result})
+        common.print_json({**_about(shape, rows, tokens, model), **result})
         return
     table = Table("", "edits/s", "speedup")
     for name, key in (
@@ -115,10 +105,10 @@ def train(
         ("published implementation", "reference_edits_per_second"),
         ("frozen model alone", "limit_edits_per_second"),
     ):
-        table.add_row(name, per_second(result[key]), f"{result[key] / result['reference_edits_per_second']:.1f}")
-    stdout.print(table)
+        table.add_row(name, common.per_second(result[key]), f"{result[key] / result['reference_edits_per_second']:.1f}")
+    common.stdout.print(table)
     _explain(*EXPLANATIONS)
-    stdout.print(
+    common.stdout.print(
         f"{result['fraction_of_limit']:.0%} of the limit. The first three steps, which include all preparation, took "
         f"{result['prepare_seconds']:.1f} s."
     )
@@ -147,29 +137,29 @@ def evaluate(
     model = _build(shape, device, precision, seed)
     from factpatch import bench
 
-    with status_bar(f"{shape} on {model.device}") as update:
+    with common.status_bar(f"{shape} on {model.device}") as update:
         result = bench.bench_evaluate(model, edits, rows, tokens, repeats, lambda share: update(share, ""))
     if as_json:
-        print_json({**_about(shape, rows, tokens, model), **result})
+        common.print_json({**_about(shape, rows, tokens, model), **result})
         return
     table = Table("", "rows/s")
-    table.add_row(f"under {result['edits']} patches", per_second(result["rows_per_second"]))
-    table.add_row("unedited model", per_second(result["unedited_rows_per_second"]))
-    stdout.print(table)
-    stdout.print(f"{result['fraction_of_limit']:.0%} of the unedited model's speed.")
+    table.add_row(f"under {result['edits']} patches", common.per_second(result["rows_per_second"]))
+    table.add_row("unedited model", common.per_second(result["unedited_rows_per_second"]))
+    common.stdout.print(table)
+    common.stdout.print(f"{result['fraction_of_limit']:.0%} of the unedited model's speed.")
 
 
 def _explain(*lines: str) -> None:
     for line in lines:
-        stdout.print(f"[dim]{line}[/]")
+        common.stdout.print(f"[dim]{line}[/]")
 
 
 def _build(shape: str, device: str | None, precision: str | None, seed: int) -> TaskModel:
-    with working("building"):
+    with common.working("building"):
         from factpatch.bench import shaped_model
         from factpatch.device import use_free_cores
 
-        prepare(seed)
+        common.prepare(seed)
         model = shaped_model(shape, device, precision)
         use_free_cores(model)
         return model

@@ -22,13 +22,15 @@ from rich.table import Table
 from factpatch.errors import FileError
 
 if TYPE_CHECKING:
+    import torch
+
     from factpatch.models import TaskModel
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if one is available, otherwise the CPU.")
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Random seed.")]
 Model = Annotated[
     str,
     typer.Option(help="A model folder, a model's name on the Hugging Face hub, or world, the embedded model."),
@@ -40,7 +42,9 @@ Precision = Annotated[
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip bad records and count them.")]
 MaxUpdates = Annotated[
     int,
-    typer.Option(min=1, help="Repeat the update until the edit succeeds, at most N times. 1 makes a single update."),
+    typer.Option(
+        min=1, metavar="N", help="Repeat the update until the edit succeeds, at most N times. 1 makes a single update."
+    ),
 ]
 
 MAX_UPDATES = 5  # editors.looped.MAX_UPDATES, which would import torch
@@ -195,11 +199,11 @@ def prepare(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def load(name: str, device: str | None) -> TaskModel:
-    """Loads a model and lets torch use the cores that are free."""
+def load(name: str, device: str | None, dtype: torch.dtype | None = None) -> TaskModel:
+    """Loads a model and limits torch's threads to the free cores."""
     from factpatch.device import use_free_cores
     from factpatch.models import load_model
 
-    model = load_model(name, device)
+    model = load_model(name, device, dtype)
     use_free_cores(model)
     return model

@@ -11,20 +11,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Column, Table
 
-from factpatch.cli.common import (
-    MAX_UPDATES,
-    Device,
-    Json,
-    Seed,
-    failed_edit_advice,
-    load,
-    prepare,
-    print_json,
-    program,
-    progress_bar,
-    stdout,
-    working,
-)
+from factpatch.cli import common
+from factpatch.cli.common import MAX_UPDATES, Device, Json, Seed
 
 SHOWN = 30  # rows of the table; the JSON result has all
 WORDS = {"ok": 3, "other\nwording": 7, "others\nkept": 6}  # the narrow columns of the table and their widths
@@ -39,7 +27,8 @@ def demo(
         int | None,
         typer.Option(
             min=1,
-            help="Repeat the update until the edit succeeds, at most N times. Default: 5 with --fact, else 1.",
+            metavar="N",
+            help="Repeat the update until the edit succeeds, at most N times. Default: 5 with --fact, otherwise 1.",
         ),
     ] = None,
     device: Device = None,
@@ -54,13 +43,13 @@ def demo(
     """
     start = time.perf_counter()
     max_updates = max_updates or (MAX_UPDATES if fact else 1)
-    with working("loading"):
+    with common.working("loading"):
         from factpatch import demo as world_demo
         from factpatch.editors import Looped, load_editor
 
-        prepare(seed)
+        common.prepare(seed)
         imported = time.perf_counter()
-        model = load("world", device)
+        model = common.load("world", device)
         editor = Looped(load_editor("world", model.device), max_updates)
         loaded = time.perf_counter()
         known = True
@@ -69,11 +58,11 @@ def demo(
             revisions = [revision]
         else:
             revisions = world_demo.outdated(model)
-    with progress_bar("patching", len(revisions)) as advance:
+    with common.progress_bar("patching", len(revisions)) as advance:
         result = world_demo.demonstrate(model, editor, revisions, seed, advance)
     result |= {"known_question": known, "load_seconds": loaded - imported, "seconds": time.perf_counter() - start}
     if as_json:
-        print_json(result)
+        common.print_json(result)
         return
     _show_table(result, bool(fact))
     _show_failures(result, max_updates)
@@ -83,7 +72,7 @@ def demo(
 def _show_table(result: dict[str, Any], own: bool) -> None:
     """Prints one line per edit; what does not fit into the terminal's width is shortened, not wrapped."""
     title = "Your fact" if own else "What has changed since 1 January 2018, one patch per fact"
-    room = stdout.width - sum(WORDS.values()) - len(WORDS) - 3  # one space between columns
+    room = common.stdout.width - sum(WORDS.values()) - len(WORDS) - 3  # one space between columns
     answer = room * 2 // 9
     widths = {"question": room - 3 * answer, "before": answer, "wanted": answer, "now": answer, **WORDS}
     columns = [Column(name, width=width, no_wrap=True, overflow="ellipsis") for name, width in widths.items()]
@@ -98,11 +87,11 @@ def _show_table(result: dict[str, Any], own: bool) -> None:
             {None: "-", True: "yes", False: "NO"}[change["other_wording_success"]],
             f"{change['kept']}/{change['of']}",
         )
-    stdout.print(table)
+    common.stdout.print(table)
     if (more := len(result["changes"]) - SHOWN) > 0:
-        stdout.print(f"... and {more} more; --json prints all.")
+        common.stdout.print(f"... and {more} more; --json prints all.")
     if wording := result["changes"][0]["other_wording"]:
-        stdout.print(f"Other wording: one that was in no training, such as: {escape(wording)}")
+        common.stdout.print(f"Other wording: one that was in no training, such as: {escape(wording)}")
 
 
 def _shortened(question: str, width: int) -> str:
@@ -115,13 +104,13 @@ def _shortened(question: str, width: int) -> str:
 def _show_failures(result: dict[str, Any], max_updates: int) -> None:
     failed = [change for change in result["changes"] if not change["success"]]
     if failed:
-        stdout.print(f"{len(failed)} of {result['edits']} edits failed:")
+        common.stdout.print(f"{len(failed)} of {result['edits']} edits failed:")
     for change in failed:
-        stdout.print(escape(f"- {change['question']} Wanted “{change['target']}”, got “{change['after']}”."))
+        common.stdout.print(escape(f"- {change['question']} Wanted “{change['target']}”, got “{change['after']}”."))
     if failed:
-        stdout.print(failed_edit_advice(max_updates))
+        common.stdout.print(common.failed_edit_advice(max_updates))
     if not result["known_question"]:
-        stdout.print(
+        common.stdout.print(
             "The embedded model was not trained on this question, so that its answer before the edit was a guess. "
             "After the edit, it may answer other questions about the same subject wrongly."
         )
@@ -131,14 +120,14 @@ def _show_summary(result: dict[str, Any]) -> None:
     names = ("success", "retain", "equivalence", "deterioration")
     rates = ", ".join(f"{name} {result[name]:.3f}" for name in names if result[name] is not None)
     edits = "1 edit" if result["edits"] == 1 else f"{result['edits']} edits, each"
-    stdout.print(
+    common.stdout.print(
         f"{edits} tried on {result['retain_inputs']} other facts: {rates}. Measured in {result['seconds']:.0f} s."
     )
-    stdout.print("Next:")
+    common.stdout.print("Next:")
     for command, purpose in (
         ('demo --fact "What is the capital of Australia?" Sydney', "teach it a fact of your own"),
         ('ask --model world "What is the capital of Kenya?"', "ask it anything about the world of 2018"),
         ("train --help", "train an editor for a model of your own"),
         ("evaluate --help", "measure an editor"),
     ):
-        stdout.print(f"  [dim]# {purpose}[/]\n  {escape(program())} {escape(command)}", soft_wrap=True)
+        common.stdout.print(f"  [dim]# {purpose}[/]\n  {escape(common.program())} {escape(command)}", soft_wrap=True)

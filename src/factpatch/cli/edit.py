@@ -12,24 +12,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from factpatch.cli.common import (
-    MAX_UPDATES,
-    Device,
-    Json,
-    MaxUpdates,
-    Model,
-    Seed,
-    SkipBad,
-    failed_edit_advice,
-    load,
-    prepare,
-    print_json,
-    progress_bar,
-    refuse_used_folder,
-    stdout,
-    warn,
-    working,
-)
+from factpatch.cli import common
+from factpatch.cli.common import MAX_UPDATES, Device, Json, MaxUpdates, Model, Seed, SkipBad
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, read_edits, same
 from factpatch.files import check_writable
@@ -61,8 +45,7 @@ def edit(
 ) -> None:
     """Change a model's answer to one input, or to many inputs with one patch each. The model's files do not change.
 
-    A failed edit is not saved. If no edit succeeds, the exit status is 1; with --facts, failures beside successes are
-    counted and the exit status is 0.
+    Failed edits are counted and not saved. If all edits fail, the exit status is 1; if some succeed, it is 0.
 
     Example: factpatch edit --model world --editor world --input "What is the capital of Burundi?" --target Gitega
     """
@@ -70,16 +53,16 @@ def edit(
         raise typer.BadParameter("give either --input and --target, or --facts")
     edits, bad = read_edits(facts, skip_bad) if facts else ([FactEdit(x=str(input), a=str(target))], 0)
     if save and facts:
-        refuse_used_folder(save, "--save")
+        common.refuse_used_folder(save, "--save")
     if save:
         check_writable(save / "patch" if facts else save)
 
     start = time.perf_counter()
-    with working("loading"):
+    with common.working("loading"):
         from factpatch.editors import Looped, load_editor
 
-        prepare(seed)
-        task_model = load(model, device)
+        common.prepare(seed)
+        task_model = common.load(model, device)
         method = Looped(load_editor(editor, task_model.device), max_updates)
         edits, unusable = _usable(task_model, edits, skip_bad)
 
@@ -95,13 +78,13 @@ def edit(
         _show(results)
     elif facts:
         counts = {"success": 1 - failed / len(results), "failed": failed, "bad": bad + unusable}
-        print_json({**counts, "edits": results, "seconds": seconds})
+        common.print_json({**counts, "edits": results, "seconds": seconds})
     else:
-        print_json({**results[0], "seconds": seconds})
+        common.print_json({**results[0], "seconds": seconds})
     if failed:
         which = f"{failed} of {len(results)} edits failed" if facts else "The edit failed"
         saved = "" if keep_failed or not save else " and was not saved" if not facts else " and were not saved"
-        warn(f"{which}{saved}. {failed_edit_advice(max_updates)}")
+        common.warn(f"{which}{saved}. {common.failed_edit_advice(max_updates)}")
     if failed == len(results) and not keep_failed:
         raise typer.Exit(1)
 
@@ -128,7 +111,7 @@ def _edit_all(
     """Makes the edits, saves each patch to `patch_path(number, success)` if that is not None, and reports on each."""
     results: list[dict[str, Any]] = []
     size = method.at_once(model)  # how many patches are in memory together
-    with progress_bar("editing", len(edits)) as advance:
+    with common.progress_bar("editing", len(edits)) as advance:
         for first in range(0, len(edits), size):
             patches = method.propose(model, edits[first : first + size])
             answers = model.predict_patched(patches, [patch.edits[0].x for patch in patches])
@@ -150,10 +133,10 @@ def _show(results: list[dict[str, Any]]) -> None:
         texts = (escape(r[key]) for key in ("input", "before", "after", "target"))
         success = "[green]yes[/]" if r["success"] else "[red]NO[/]"
         table.add_row(*texts, success, str(r["rank"]), f"{r['norm']:.3g}")
-    stdout.print(table)
+    common.stdout.print(table)
     saved = [r for r in results if r["patch"]]
     if saved:
         more = f" and {len(saved) - 1} more" if len(saved) > 1 else ""
         failed = sum(not r["success"] for r in saved)
         warning = f", although {'the edit' if len(saved) == 1 else f'{failed} of these edits'} failed" if failed else ""
-        stdout.print(f"Saved {escape(saved[0]['patch'])}{more}{warning}.", soft_wrap=True)
+        common.stdout.print(f"Saved {escape(saved[0]['patch'])}{more}{warning}.", soft_wrap=True)

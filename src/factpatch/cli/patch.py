@@ -9,19 +9,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from factpatch.cli.common import (
-    Device,
-    Json,
-    Model,
-    Seed,
-    load,
-    prepare,
-    print_json,
-    refuse_used_folder,
-    stdout,
-    warn,
-    working,
-)
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Model, Seed
 from factpatch.errors import MismatchError
 from factpatch.facts import same
 
@@ -62,16 +51,16 @@ def show(
         "bytes": patch.nbytes,
     }
     if as_json:
-        print_json({"edits": [edit.to_dict() for edit in patch.edits], **summary, "layers": layers})
+        common.print_json({"edits": [edit.to_dict() for edit in patch.edits], **summary, "layers": layers})
         return
     for edit in patch.edits:
-        stdout.print(f"[bold]{escape(edit.x)}[/]  {escape(edit.y or '')} → [green]{escape(edit.a)}[/]")
+        common.stdout.print(f"[bold]{escape(edit.x)}[/]  {escape(edit.y or '')} → [green]{escape(edit.a)}[/]")
     table = Table("weight", "shape", "form", "rank", "norm")
     for layer in layers:
         shape = "×".join(map(str, layer["shape"]))
         table.add_row(layer["weight"], shape, layer["form"], str(layer["rank"]), f"{layer['norm']:.3g}")
-    stdout.print(table)
-    stdout.print(
+    common.stdout.print(table)
+    common.stdout.print(
         f"{len(layers)} weights, rank at most {patch.rank}, norm {summary['norm']:.3g}, {patch.nbytes / 1e6:.2f} MB, "
         f"made by {patch.method} for weights {patch.base[:12]}"
     )
@@ -79,7 +68,7 @@ def show(
 
 @app.command()
 def apply(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Patch files, in the order to apply them.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Patch files, in the order to apply them.")],
     model: Model,
     output: Annotated[Path, typer.Option(help="A new folder for the patched model.")],
     force: Annotated[
@@ -93,13 +82,13 @@ def apply(
 
     Example: factpatch patch apply gitega.safetensors --model world --output runs/patched
     """
-    refuse_used_folder(output, "--output")
-    with working("applying"):
+    common.refuse_used_folder(output, "--output")
+    with common.working("applying"):
         from factpatch.patch import Patch
 
-        prepare(seed)
+        common.prepare(seed)
         patches = [Patch.load(file) for file in files]
-        task_model = load(model, device)
+        task_model = common.load(model, device)
         for patch in patches:
             patch.apply(task_model)
         facts = [edit for patch in patches for edit in patch.edits]
@@ -111,10 +100,10 @@ def apply(
             raise MismatchError(f"{problem}; {way_out}, or write the model anyway with --force")
         task_model.save(output)
     if lost:
-        warn(problem)
+        common.warn(problem)
     if as_json:
         about = {"patches": [str(file) for file in files], "model": model, "output": str(output)}
-        print_json({**about, "facts": len(facts), "lost": len(lost)})
+        common.print_json({**about, "facts": len(facts), "lost": len(lost)})
         return
     count = f"{len(patches)} patch{'es' * (len(patches) > 1)}"
-    stdout.print(f"Wrote {escape(str(output))}: {escape(model)} with {count}.")
+    common.stdout.print(f"Wrote {escape(str(output))}: {escape(model)} with {count}.")

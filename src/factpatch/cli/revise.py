@@ -16,6 +16,7 @@ from factpatch.cli.common import (
     Precision,
     Seed,
     SkipBad,
+    load,
     prepare,
     print_json,
     progress_bar,
@@ -52,12 +53,11 @@ def revise(
         from factpatch.data.records import count_records, explain_counts, refuse_overwriting
         from factpatch.data.revise import revise as write_revisions
         from factpatch.device import find_dtype
-        from factpatch.models import load_model
 
         prepare(seed)
         refuse_overwriting(output, data)
         total = count_records(data, skip_bad)
-        task_model = load_model(model, device, find_dtype(precision, device))
+        task_model = load(model, device, find_dtype(precision, device))
     with progress_bar("revising", total) as advance:
         result = write_revisions(task_model, data, output, skip_bad, advance)
     result["seconds"] = time.perf_counter() - start
