@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -62,17 +62,8 @@ def to_device(device: torch.device, values: NDArray[Any] | Sequence[int]) -> Ten
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-class _Sized(Protocol):
-    """What `use_free_cores` needs to know of a model."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def word_embeddings(self) -> Tensor: ...
-
-
-def use_free_cores(model: _Sized) -> int:
-    """Sets and returns torch's number of CPU threads for a model: one if it is tiny, else the number of idle cores.
+def use_free_cores(model: Any) -> int:
+    """Sets and returns torch's number of CPU threads for a TaskModel: one if it is tiny, else one per idle core.
 
     Threads that share a core with other work wait for each other, which costs far more than the core gives. A number
     that the user has set with OMP_NUM_THREADS is kept.

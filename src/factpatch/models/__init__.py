@@ -47,6 +47,26 @@ def load_model(
         raise ModelError(f"expected a task out of {', '.join(TASKS)}, found {task!r}")
     target_device = find_device(device)
     source, local = _source(name)
+    loaded, absent = _read_model(source, local, task, labels, dropout)
+    if task is None and absent:
+        raise ModelError(f"{name} lacks {len(absent)} weights of its model, such as {absent[0]}; fine-tune it first")
+    if wrong := [key for key in absent if key in loaded.layers]:
+        raise ModelError(
+            f"{name} lacks {len(wrong)} weights of its transformer blocks, such as {wrong[0]}; it may be incomplete"
+        )
+    loaded.held_out = _read_held_out(Path(source) / HELD_OUT) if local else None
+    if dtype is None and loaded.model.dtype == torch.float16:
+        dtype = torch.float32  # the gradients of an edit need its range, and CPUs are slow in half precision
+    if dtype is not None and dtype != loaded.model.dtype:
+        loaded.cast(dtype)
+    loaded.model.to(target_device)
+    return loaded
+
+
+def _read_model(
+    source: str, local: bool, task: str | None, labels: Sequence[str] | None, dropout: float | None
+) -> tuple[TaskModel, list[str]]:
+    """Reads a model in the precision it is stored in, and lists its weights that the files do not have."""
     options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -60,28 +80,14 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = f"the folder {source}" if local else f"{name}: there is no such folder, and the hub has no such model"
+        where = f"the folder {source}" if local else f"{source}: there is no such folder, and the hub has no such model"
         raise ModelError(f"cannot load a model from {where}: {reason}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
-    if task is None and info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise ModelError(f"{name} lacks {len(missing)} weights of its model, such as {missing[0]}; fine-tune it first")
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ModelError(f"{name} has no tokenizer files beside its weights; save the tokenizer there too")
-    loaded = kind(model, tokenizer)
-    absent = {key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])}
-    if wrong := sorted(absent & loaded.layers.keys()):
-        raise ModelError(
-            f"{name} lacks {len(wrong)} weights of its transformer blocks, such as {wrong[0]}; it may be incomplete"
-        )
-    loaded.held_out = _read_held_out(Path(source) / HELD_OUT) if local else None
-    if dtype is None and model.dtype == torch.float16:
-        dtype = torch.float32  # the gradients of an edit need its range, and CPUs are slow in half precision
-    if dtype is not None and dtype != model.dtype:
-        loaded.cast(dtype)
-    loaded.model.to(target_device)
-    return loaded
+        raise ModelError(f"{source} has no tokenizer files beside its weights; save the tokenizer there too")
+    mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
+    return kind(model, tokenizer), sorted({*info["missing_keys"], *mismatched})
 
 
 def _adapt_config(config: PretrainedConfig, labels: Sequence[str] | None, dropout: float | None) -> None:

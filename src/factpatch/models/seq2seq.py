@@ -60,20 +60,19 @@ class Seq2Seq(TaskModel):
         return Rows(self.padded_inputs(encoded), labels)
 
     def logits(self, rows: Rows) -> Tensor:
+        return self._forward(rows).float()
+
+    def _forward(self, rows: Rows) -> Tensor:
         assert rows.labels is not None
-        shifted = self._shifted(rows.labels)
-        return self.model(**rows.inputs, decoder_input_ids=shifted, use_cache=False).logits.float()
+        return self.model(**rows.inputs, decoder_input_ids=self._shifted(rows.labels), use_cache=False).logits
 
     def features(self, rows: Rows) -> Tensor:
         """What the LM head reads at the target positions.
 
         The head itself is not run: most tokens of a padded batch are no targets.
         """
-        assert rows.labels is not None
-        shifted = self._shifted(rows.labels)
         if not self._head_is_linear:
-            logits = self.model(**rows.inputs, decoder_input_ids=shifted, use_cache=False).logits
-            return selected(logits.flatten(0, 1), rows)
+            return selected(self._forward(rows).flatten(0, 1), rows)
         read: list[Tensor] = []
 
         def pick(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
@@ -82,7 +81,7 @@ class Seq2Seq(TaskModel):
 
         handle = self._head.register_forward_pre_hook(pick)
         try:
-            self.model(**rows.inputs, decoder_input_ids=shifted, use_cache=False)
+            self._forward(rows)
         finally:
             handle.remove()
         return read[0]
