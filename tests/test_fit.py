@@ -7,6 +7,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from conftest import Ran
 from samples import LABELS, answerer, claims, fact_checker, fever, read_lines, texts, write_lines
 from training_runs import QUICK_FIT
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, GenerationConfig
@@ -30,7 +32,7 @@ from factpatch.training.run import Clock, schedule
 
 
 def test_facts_held_out_of_a_model_are_held_out_of_its_editor() -> None:
-    """Whatever became of the others in between."""
+    """They are the same facts even if some are missing from the revision file."""
     records = [Record(str(number), f"claim {number}") for number in range(100)]
     revisions = [Revision(r.id, r.input, "yes", ("no",), (), (), ()) for r in reversed(records[:90])]
     held_out, rest = hold_out(records, 20, seed=0)
@@ -58,7 +60,7 @@ def test_a_certain_classifier_has_no_entropy_and_no_nan() -> None:
 
 @pytest.mark.parametrize("name", tiny.SEQ2SEQS)
 def test_answers_are_smoothed_and_padding_counts_nothing(name: str) -> None:
-    """Against each answer alone, token by token."""
+    """Compares with the loss of each answer alone, token by token."""
     model = tiny.build(name)
     questions, answers = ["what is a lake ?", "who leads france ?"], ["gitega", "paris and bujumbura"]
     examples = [Example(*pair) for pair in zip(model.encode(questions), model.encode_targets(answers), strict=True)]
@@ -92,7 +94,7 @@ def test_the_papers_settings_are_the_defaults() -> None:
 
 
 def examples(count: int) -> list[Example]:
-    """Of unequal lengths; the target names the example."""
+    """Examples of unequal lengths; the target is the number of the example."""
     rng = random.Random(0)
     return [Example({"input_ids": [1] * rng.randint(3, 30)}, i) for i in range(count)]
 
@@ -109,7 +111,7 @@ def test_each_epoch_has_every_example_once(count: int) -> None:
         assert epochs[0] != epochs[1]
 
 
-def test_batches_go_on_from_any_step() -> None:
+def test_batches_start_at_any_step() -> None:
     data = examples(50)
     whole = list(islice(batches_from(data, 8, 3, 0), 30))
     for step in (1, 6, 7, 13, 20):
@@ -172,7 +174,7 @@ def test_a_classifier_learns(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_learns_answers(tmp_path: Path) -> None:
-    """Two wordings of each question; asked as in train, it knows them."""
+    """The data has two wordings of each question, and the model learns to answer them."""
     places = ["gitega", "paris", "bujumbura", "lake africa", "river europe"]
     kinds = ["capital", "city", "river", "lake", "country", "currency"]
     lines = [
@@ -202,7 +204,7 @@ def test_a_model_learns_answers(tmp_path: Path) -> None:
 
 
 def test_the_best_weights_are_kept(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores that rise, then fall: the latest weights that are not clearly worse than the best."""
+    """The kept weights are the latest that are not clearly worse than the best."""
     train = write_lines(tmp_path / "train.jsonl", claims(40))
     scores = iter([0.2, 0.8, 0.8, 0.1])
     snapshots: list[dict[str, torch.Tensor]] = []
@@ -220,7 +222,7 @@ def test_the_best_weights_are_kept(base: Path, tmp_path: Path, monkeypatch: pyte
     assert not all(torch.equal(kept[name], tensor) for name, tensor in snapshots[3].items())
 
 
-def test_long_claims_are_cut(base: Path, tmp_path: Path) -> None:
+def test_long_claims_are_truncated(base: Path, tmp_path: Path) -> None:
     lines = [fever(i, "paris " * 50, LABELS[i % 2]) for i in range(20)]
     train = write_lines(tmp_path / "train.jsonl", lines)
     for tokens in (32, 64):  # the model itself reads 36
@@ -229,7 +231,7 @@ def test_long_claims_are_cut(base: Path, tmp_path: Path) -> None:
         assert result["examples"] == 18
 
 
-def test_so_many_minutes(base: Path, tmp_path: Path) -> None:
+def test_a_run_limited_by_minutes(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", claims(40))
     config = FitConfig(lr=1e-3, batch=8, minutes=1 / 30, validations=2)
     result = Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
@@ -330,7 +332,7 @@ def test_labels_that_differ_in_punctuation(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_classifier_keeps_the_order_of_its_labels(tmp_path: Path) -> None:
-    """Or its head would say the opposite of what it knows."""
+    """Otherwise its head would give the opposite of the labels it has learnt."""
     known = fact_checker(tmp_path / "known")
     config = json.loads((known / "config.json").read_text())
     config["id2label"], config["label2id"] = {"0": "SUPPORTS", "1": "REFUTES"}, {"SUPPORTS": 0, "REFUTES": 1}
@@ -363,3 +365,12 @@ def test_a_folder_in_use_and_nothing_to_resume(base: Path, tmp_path: Path) -> No
     with pytest.raises(FileError, match="in use"):
         Fit(FitConfig(), str(base), output / "notes.txt")
     assert (output / "notes.txt").read_text() == "mine"
+
+
+def test_defaults_suit_the_device(base: Path, tmp_path: Path, run: Callable[..., Ran]) -> None:
+    train = write_lines(tmp_path / "train.jsonl", claims(40))
+    common = ["fit", "--model", base, "--train", train, "--device", "cpu", "--json", "--steps", 1]
+    for name, options, expected in (("default", [], (32, 3.0)), ("given", ["--batch", 16, "--epochs", 7], (16, 7.0))):
+        assert run(*common, "--output", tmp_path / name, *options).json["steps"] == 1
+        config = json.loads((tmp_path / name / "fit.json").read_text())["config"]
+        assert (config["batch"], config["epochs"]) == expected

@@ -27,7 +27,7 @@ CONFIG = TrainConfig(edits=3, rows=5, label_smoothing=0.1, constraint="both", ma
 
 
 class _Logits(nn.Module):
-    """A task model's logits as a module, for functional_call: (places, classes)."""
+    """A task model's logits as a module, for functional_call: (positions, classes)."""
 
     def __init__(self, model: TaskModel):
         super().__init__()
@@ -40,7 +40,7 @@ class _Logits(nn.Module):
 
 
 def logits_under(model: TaskModel, update: dict[str, Tensor], text: str, target: str) -> tuple[Tensor, Tensor]:
-    """Of one text alone, so of no padding; and the target's labels."""
+    """The logits of one text alone, so without padding, and the labels of its target."""
     weights = {}
     for name, delta in update.items():
         layer = model.layers[name]
@@ -140,7 +140,7 @@ def test_doubts_are_what_predictions_lack_to_certainty(model: TaskModel, known: 
 
 @pytest.mark.parametrize("name", tiny.SEQ2SEQS)
 def test_kl_over_the_beam(name: str) -> None:
-    """Σ p(c) log p(c)/p'(c) over what the beam found, each candidate a whole answer."""
+    """It is Σ p(c) log p(c)/p'(c) over the candidates of the beam, each a whole answer."""
     model = tiny.build(name)
     editor, known = loud_editor(model), revisions(model, 12)
     config = replace(CONFIG, kl_over="beam", rows=13, constraint="kl")

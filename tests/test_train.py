@@ -28,10 +28,10 @@ from factpatch.training import Train, TrainConfig
 from factpatch.training.run import within_error_of_best
 from factpatch.training.train import Status
 
-# What is learnt, and what is left behind
+# What is learnt and saved
 
 
-def test_edits_take_after_training(checker: Path, claims: Path, tmp_path: Path) -> None:
+def test_edits_succeed_after_training(checker: Path, claims: Path, tmp_path: Path) -> None:
     config = replace(QUICK, steps=60, edits=16, validations=6, validation_edits=6, lr=2e-3)
     seen: list[Status] = []
     result = start(config, checker, tmp_path / "run").run(claims, watch=seen.append)
@@ -122,7 +122,7 @@ def test_validations_are_as_precise_as_evaluation(
 def test_the_best_and_the_last_editor_are_kept(
     checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best is that of the highest success + retain on the held-out slice; equivalence has no say."""
+    """The best editor has the highest success + retain on held-out revisions; equivalence does not count."""
     scores = iter([(0.5, 0.5, 1.0), (0.9, 0.8, 0.0), (0.2, 0.1, 1.0), (0.0, 0.0, 0.0)])
     snapshots = []
 
@@ -279,20 +279,20 @@ def test_some_layers_only(checker: Path, claims: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_after_one_on_another_kind_of_device(checker: Path, claims: Path, tmp_path: Path) -> None:
-    """Accelerate keeps a process's first device for good, and would refuse another, or take the first."""
+    """Accelerate remembers the first device of a process and would refuse another one."""
     state = accelerator_on(torch.device("cpu")).state
     PartialState().device = state.device = torch.device("meta")
     result = start(replace(QUICK, steps=2), checker, tmp_path / "run").run(claims)
     assert result["steps"] == 2
 
 
-def test_so_many_minutes(checker: Path, claims: Path, tmp_path: Path) -> None:
+def test_a_run_limited_by_minutes(checker: Path, claims: Path, tmp_path: Path) -> None:
     result = start(replace(QUICK, minutes=0.03, steps=100_000), checker, tmp_path / "run").run(claims)
     assert result["seconds"] > 0.9, "at least half of the time"
     assert 1 <= len(read_lines(tmp_path / "run" / "metrics.jsonl")) <= 3
 
 
-def test_a_file_that_chooses(checker: Path, claims: Path, tmp_path: Path) -> None:
+def test_a_validation_file(checker: Path, claims: Path, tmp_path: Path) -> None:
     valid = write_revisions(tmp_path / "valid.jsonl", load_model(checker, "cpu"), 12, seed=5)
     result = start(QUICK, checker, tmp_path / "run").run(claims, valid)
     assert (result["edits"], result["retain_inputs"], result["revisions"]) == (12, 12, 60)
@@ -339,7 +339,7 @@ def test_minutes_that_are_over_before_the_first_step(checker: Path, claims: Path
 
 
 def test_weights_that_are_not_finite(checker: Path, claims: Path, tmp_path: Path) -> None:
-    """The last update made them so, with a loss that was none the worse."""
+    """The last update can break the weights although the loss before it was finite."""
     with pytest.raises(TrainingError, match="training diverged near step 1: loss or weights are not finite"):
         start(replace(QUICK, steps=1, lr=1e38), checker, tmp_path / "run").run(claims)
 
@@ -394,9 +394,10 @@ def test_train_and_evaluate_from_the_command_line(
     toml = tmp_path / "mine.toml"
     toml.write_text("edits = 6\nrows = 6\nvalidations = 2\n[editor]\nwidth = 32\nbottleneck = 8\nlstm = 8\n")
     common = ["--model", checker, "--device", "cpu", "--json"]
-    trained = run(
-        "train", *common, "--train", claims, "--output", tmp_path / "run", "--config", toml, "--steps", 4
-    ).json
+    ran = run("train", *common, "--train", claims, "--output", tmp_path / "run", "--config", toml, "--steps", 4)
+    trained = ran.json
+    assert trained["trained"] is False
+    assert "This editor is not trained yet: 4 steps" in ran.err
     assert trained.keys() >= {"success", "retain", "equivalence", "edits_per_second", "margin", "steps", "seconds"}
     saved = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     assert (saved["edits"], saved["holdout"], saved["control_pool"]) == (6, 200, 2000), "ours, then those for a CPU"

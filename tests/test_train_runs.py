@@ -71,7 +71,7 @@ def test_gradients_of_a_step_in_parts(checker: Path, claims: Path, tmp_path: Pat
 def test_a_step_that_does_not_fit_is_split(
     checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, said once, with the same result; and where not even one edit fits, a clear error."""
+    """Each split is reported once and changes no result. If not even one edit fits, the error says so."""
     call = Objective.__call__
     room = 2
 
@@ -99,7 +99,7 @@ def test_a_step_that_does_not_fit_is_split(
 
 
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    """An odd number of edits, so that their shares differ; and a single one, which leaves one process without."""
+    """An odd number of edits gives unequal shares; a single edit leaves one process without any."""
     from factpatch.training.config import config_to_json
 
     config = replace(QUICK, edits=5, steps=5, validations=2, optimizer="adam")
@@ -132,7 +132,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_the_run(
     checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the last good checkpoint left, from which a run may go on."""
+    """The last good checkpoint is kept, and the run can be resumed from it."""
     call = Objective.__call__
     steps = 0
 
@@ -204,7 +204,7 @@ def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: P
     assert [path.name for path in killed.iterdir() if path.name.startswith(".")] == []
 
 
-# Each run is a process of its own, forked from one that has the imports behind it, and killed where it happens to be.
+# Each run is a process of its own, forked from one that has done the imports, and killed at an arbitrary moment.
 KILLER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
@@ -229,8 +229,8 @@ while True:
         run()
         os._exit(0)
     if kills < 10:
-        goal = last_step() + random.randint(1, 15)
-        while last_step() < goal:
+        goal = last_step() + random.randint(1, 10)
+        while last_step() < goal and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             time.sleep(0.002)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)

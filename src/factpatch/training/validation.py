@@ -41,8 +41,8 @@ def split_revisions(
     if len(unseen) >= 2:
         ids = {revision.id for revision in unseen}
         return unseen, [revision for revision in revisions if revision.id not in ids]
-    reason = "the model's folder does not say" if held_out_ids is None else "the file has none of the facts"
-    warn(f"{reason} that fit held out, so validation may use facts that the model was fitted on")
+    reason = "the model's folder does not name" if held_out_ids is None else "the revision file has none of"
+    warn(f"{reason} the facts that fit held out, so validation may use facts that the model was fitted on")
     return hold_out(revisions, size, config.seed)
 
 
