@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -52,6 +52,7 @@ class Patch:
     base: str  # fingerprint of the weights that the patch was made for
     method: str  # name of the EditMethod that made it
     edits: tuple[FactEdit, ...]  # one, or several in a sum of patches
+    ridge: dict[str, float] = field(default_factory=dict)  # λ by weight, if the method has learned it for merging
 
     @property
     def rank(self) -> int:

@@ -145,7 +145,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         """Cuts stacks into one patch per edit, without the rows of B that are zero, as those of padding are."""
         _check_finite(deltas)
         per_edit = unstack({name: delta for name, delta in deltas.items() if isinstance(delta, LowRank)})
-        return [Patch({**own}, self.base, self.name, (edit,)) for edit, own in zip(edits, per_edit, strict=True)]
+        ridge = {name: float(value) for name, value in self.ridges().items()} if self.log_ridge.any() else {}
+        return [Patch({**own}, self.base, self.name, (edit,), ridge) for edit, own in zip(edits, per_edit, strict=True)]
 
     def prepare(self, model: TaskModel) -> None:
         """Checks that the editor fits the model and moves it to the model's device."""

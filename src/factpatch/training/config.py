@@ -25,6 +25,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 POSITIVE = (
     *("p", "margin", "margin_floor", "lp_margin", "lp_margin_floor", "margin_factor", "updates", "edits", "split"),
+    "together",
     *("rows", "max_tokens", "steps", "lr", "multiplier_lr", "holdout", "validations", "validation_edits"),
     *("validation_inputs", "validation_share", "final_edits", "final_inputs", "control_pool", "minutes", "clip"),
 )
@@ -54,6 +55,7 @@ class TrainConfig:
     paraphrase_rows: int = 1  # paraphrases drawn per edit
     label_smoothing: float = 0.0  # of the edit loss
     updates: int = 1  # updates per edit, each computed on the model as the previous one left it
+    together: int = 1  # edits of a step that are merged into one patch; above 1 it sets `edits`
 
     # One step
     edits: int = 128  # edits per step
@@ -95,6 +97,8 @@ class TrainConfig:
             raise InputError("; ".join(problems))
         if self.editor is None:
             object.__setattr__(self, "editor", editor_config_class(self.method)())
+        if self.together > 1:
+            object.__setattr__(self, "edits", self.together)
 
     @property
     def constraints(self) -> tuple[str, ...]:
@@ -160,6 +164,8 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield f"split={config.split} must not be above edits={config.edits}"
     if not config.layers:
         yield "layers must name at least one pattern"
+    if config.together > 1 and (config.updates > 1 or config.constraint not in ("kl", "none")):
+        yield f"together={config.together} needs updates=1 and the constraint kl or none"
 
 
 def resolve_config(

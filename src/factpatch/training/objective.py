@@ -37,7 +37,10 @@ class Objective:
 
     def __call__(self, editor: TrainableEditor, batch: StepBatch) -> Measured:
         """Evaluates a batch, differentiably in the editor's parameters."""
-        deltas = self.update(editor, batch.edit_batch)
+        return self.measure(batch, self.update(editor, batch.edit_batch))
+
+    def measure(self, batch: StepBatch, deltas: dict[str, Delta]) -> Measured:
+        """Evaluates a batch under given changes: a stack with one entry per edit, or with one for all of them."""
         with edited(self.model.layers, deltas):
             features = self.model.features(batch.rows)
         sizes = [len(batch.edit_targets.labels), len(batch.control_targets.labels)]

@@ -85,14 +85,17 @@ class Sampler:
         """From now on, draws control inputs in proportion to these weights, one for each revision of the pool."""
         self.cumulative = np.cumsum(weights) / np.sum(weights)
 
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int, edits: int | None = None) -> Plan:
+        """The choices of a step, of at most so many edits."""
         config = self.config
         rng = np.random.default_rng([config.seed, STEP, step])
-        edited = self._edited_at(step)
+        edited = self._edited_at(step)[:edits]
+        if config.together > 1:
+            edited = self._about_different_facts(edited)
         counts = self.paraphrase_counts[edited][:, None]
-        drawn = rng.random((config.edits, config.paraphrases_per_edit))
+        drawn = rng.random((len(edited), config.paraphrases_per_edit))
         paraphrases = np.where(counts > 0, (drawn * counts).astype(np.int64), -1)
-        alternatives = (rng.random(config.edits) * self.alternative_counts[edited]).astype(np.int64)
+        alternatives = (rng.random(len(edited)) * self.alternative_counts[edited]).astype(np.int64)
         return Plan(edited, alternatives, paraphrases, self._controls(edited, rng))
 
     def _controls(self, edited: Indices, rng: np.random.Generator) -> Indices:
@@ -109,9 +112,27 @@ class Sampler:
 
     def _is_own_form(self, edited: Indices, controls: Indices) -> NDArray[np.bool_]:
         """Whether each control input is equal to its edit's input or to one of its paraphrases: (edits, controls)"""
+        if self.config.together > 1:  # all edits are in the model at the same time
+            return np.isin(self.forms[controls], np.concatenate([self._forms_of(i) for i in edited]))
         pairs = edited[:, None] * self.form_count + self.forms[controls]
         found = np.searchsorted(self.own_forms, pairs)
         return self.own_forms[np.minimum(found, len(self.own_forms) - 1)] == pairs
+
+    def _about_different_facts(self, edited: Indices) -> Indices:
+        """Drops edits that share an input or a paraphrase with an earlier one: one patch cannot serve both."""
+        kept: list[int] = []
+        taken: set[int] = set()
+        for i in edited.tolist():
+            forms = self._forms_of(i).tolist()
+            if taken.isdisjoint(forms):
+                kept.append(i)
+                taken.update(forms)
+        return np.array(kept)
+
+    def _forms_of(self, revision: int) -> Indices:
+        """The numbers of a revision's own forms."""
+        bounds = np.searchsorted(self.own_forms, [revision * self.form_count, (revision + 1) * self.form_count])
+        return self.own_forms[slice(*bounds)] - revision * self.form_count
 
     def _edited_at(self, step: int) -> Indices:
         """The revisions edited by a step: each one once per epoch, in an order of the epoch's own."""

@@ -17,12 +17,21 @@ from factpatch.training.graphs import Graphed, Tensors
 from factpatch.training.lagrangian import Lagrangian
 from factpatch.training.objective import Objective
 from factpatch.training.run import sum_gradients, summed
+from factpatch.training.together import MergedGradients
 
 
 class Learner:
     """Everything that a step changes: the editor, the multipliers and their optimizers."""
 
-    def __init__(self, editor: TrainableEditor, config: TrainConfig, objective: Objective, accelerator: Accelerator):
+    def __init__(
+        self,
+        editor: TrainableEditor,
+        config: TrainConfig,
+        objective: Objective,
+        accelerator: Accelerator,
+        merged: MergedGradients | None = None,
+    ):
+        """`merged` computes the gradients of steps whose edits are merged into one patch."""
         self.editor = editor
         self.config = config
         self.objective = objective
@@ -39,7 +48,8 @@ class Learner:
         else:
             self.optimizer = torch.optim.RMSprop(self.parameters, centered=True, **options)
         self.multiplier_lr = config.multiplier_lr
-        self.graphed = Graphed(self._gradients, enabled=config.graphs)
+        self.merged = merged
+        self.graphed = Graphed(self._gradients, enabled=config.graphs and merged is None)
 
     def set_rates(self, editor: float, multipliers: float) -> None:
         """Sets the learning rates of the next step."""
@@ -79,6 +89,8 @@ class Learner:
 
     def _gradients(self, batch: StepBatch) -> Tensors:
         """The loss and the constraints, (1 + constraints,), then the gradient of each parameter of the editor."""
+        if self.merged is not None:
+            return self.merged(batch, lambda found: found.loss + self.lagrangian.penalty(found.constraints))
         measured = self.objective(self.editor, batch)
         whole = measured.loss + self.lagrangian.penalty(measured.constraints)
         gradients = torch.autograd.grad(whole, self.parameters, materialize_grads=True)

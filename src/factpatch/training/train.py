@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.tracking import get_available_trackers
 
+from factpatch.covariance import Covariance
 from factpatch.data.records import source_hash
 from factpatch.data.revisions import Revision, load_revisions, teachable
 from factpatch.device import find_dtype, surroundings
@@ -27,10 +28,12 @@ from factpatch.training.objective import Objective
 from factpatch.training.run import Run, copy_of, within_error_of_best
 from factpatch.training.sampler import Sampler
 from factpatch.training.step import Learner, Means
+from factpatch.training.together import MergedGradients, merged_at
 from factpatch.training.unedited import doubts, unedited_outputs
 from factpatch.training.validation import Validator, split_revisions
 from factpatch.training.warm_start import load_weights
 
+COVARIANCE_INPUTS = 2000  # control inputs from which the covariance for merging is computed
 FINAL_SHARE = 0.1  # maximum share of the time for the measurement at the end, in runs limited by minutes
 ENOUGH_STEPS, ENOUGH_SUCCESS = 200, 0.5  # below either of them, an editor does not count as trained
 
@@ -67,6 +70,8 @@ class Train(Run):
         if config.tracker and config.tracker not in map(str, get_available_trackers()):
             raise InputError(f"the tracker {config.tracker!r} is not available; install it, or leave tracker out")
         self.accelerator = accelerator_on(model.device, log_with=config.tracker, project_dir=str(self.folder.path))
+        if config.together > 1 and self.accelerator.num_processes > 1:
+            raise InputError("edits are merged in one process only; train without accelerate launch, or set together=1")
         model.model.to(self.accelerator.device)
         self.model = model
         torch.manual_seed(config.seed)
@@ -143,7 +148,13 @@ class Train(Run):
         unedited = unedited_outputs(model, self.batcher, self.sampler.pool, on_share)
         if config.others == "unsure" and config.controls_per_edit:
             self.sampler.prefer(from_first(doubts(model, self.batcher, self.sampler.pool, unedited, on_share)))
-        self.learner = Learner(self.editor, config, Objective(model, config, unedited), self.accelerator)
+        objective = Objective(model, config, unedited)
+        merged = None
+        if config.together > 1:
+            sample = [revisions[i].input for i in self.sampler.pool[:COVARIANCE_INPUTS]]
+            self.validator.covariance = covariance = Covariance.compute(model, sample)
+            merged = MergedGradients(self.editor, objective, covariance)
+        self.learner = Learner(self.editor, config, objective, self.accelerator, merged)
         self.means = Means(2 + len(config.constraints)).to(model.device)
         self.modules = {"editor": self.editor, "lagrangian": self.learner.lagrangian, "means": self.means}
         self.optimizers = {
@@ -172,7 +183,7 @@ class Train(Run):
             editor=config.lr * self._rate(share, config.warmup, config.schedule),
             multipliers=config.multiplier_lr * (self._rate(share, config.warmup) if linear else 1.0),
         )
-        plan = self.sampler.plan(self.step)
+        plan = self.sampler.plan(self.step, merged_at(share, config.together) if config.together > 1 else None)
         mine = plan.part(self.accelerator.process_index, self.accelerator.num_processes)
         while True:
             parts = [part for i in range(self.parts) if len(part := mine.part(i, self.parts))]

@@ -11,13 +11,17 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from factpatch.backends import tensor_core_products
+from factpatch.covariance import Covariance
 from factpatch.data.holdout import hash_shuffled, hold_out
-from factpatch.data.revisions import Revision, editable
+from factpatch.data.revisions import Revision, edit_of, editable
 from factpatch.editors import EditMethod
 from factpatch.errors import InputError
 from factpatch.evaluation import measure, predicted_now
+from factpatch.evaluation.measure import Examiner
+from factpatch.merging import merge
 from factpatch.metrics import summary
 from factpatch.models import TaskModel
+from factpatch.patch import stack_patches
 from factpatch.processes import from_first
 from factpatch.training.config import TrainConfig
 
@@ -57,18 +61,20 @@ class Validator:
         with tensor_core_products():  # as in `measure`
             self.revisions = from_first(predicted_now(model, revisions))
         self.edits = editable(model, self.revisions)
+        self.covariance: Covariance | None = None  # if edits are merged
 
     def sample(self, number: int) -> Sample:
         """The edits and control inputs of one validation; each validation draws its own."""
         config = self.config
         rng = random.Random(f"{config.seed}/{number}")
-        edits = rng.sample(self.edits, min(config.validation_edits, len(self.edits)))
+        wanted = config.together if config.together > 1 else config.validation_edits
+        edits = rng.sample(self.edits, min(wanted, len(self.edits)))
         few = [self._with_few_paraphrases(revision, rng) for revision in edits]
         return few, rng.sample(self.revisions, min(config.validation_inputs, len(self.revisions)))
 
     def final_sample(self, share: float = 1.0) -> Sample:
         """The edits and control inputs of the measurement at the end, or a share of the edits."""
-        edits = self.edits[: self.config.final_edits]
+        edits = self.edits[: self.config.together if self.config.together > 1 else self.config.final_edits]
         kept = min(len(edits), max(SMALLEST_FINAL, int(share * len(edits))))
         return edits[:kept], self.revisions[: self.config.final_inputs]
 
@@ -88,6 +94,8 @@ class Validator:
     ) -> dict[str, Any]:
         """The metrics of a method. Each process measures its share of the edits; all of them return the whole."""
         edits, controls = sample
+        if self.covariance is not None:
+            return self._measure_merged(method, sample, self.covariance)
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         mine = edits[rank::world]
         done = 0
@@ -100,6 +108,16 @@ class Validator:
         with tensor_core_products():
             outcomes = measure(method, self.model, mine, controls, on_done)
         return summary(gather_object(outcomes) if world > 1 else outcomes)
+
+    def _measure_merged(self, method: EditMethod, sample: Sample, covariance: Covariance) -> dict[str, Any]:
+        """The metrics of all edits in one model."""
+        edits, controls = sample
+        with tensor_core_products():
+            patches = method.propose(self.model, [edit_of(revision) for revision in edits])
+            patch = merge(self.model, patches, covariance=covariance)
+            examiner = Examiner(self.model, controls, edits=1)
+            (group,) = examiner.examine_groups(stack_patches([patch], self.model.layers), [edits])
+        return summary([examined.outcome for examined in group])
 
 
 def _texts(edits: Sequence[Revision], controls: Sequence[Revision]) -> int:
