@@ -1,0 +1,216 @@
+"""What a model's layers usually read: the second moment of each layer's inputs over a sample of ordinary texts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from factpatch.backends import no_cudnn_attention
+from factpatch.deltas import Delta
+from factpatch.engine import edited
+from factpatch.errors import FileError, InputError, MismatchError, ModelError
+from factpatch.files import atomic_file
+from factpatch.models import Rows, TaskModel
+from factpatch.models.base import Encoded
+from factpatch.patch import weight_shape
+
+FORMAT = "factpatch-covariance-1"
+BYTES_AT_ONCE = {"cpu": 1 << 30, "cuda": 8 << 30}  # memory for the sums of the layers that share a pass
+
+Example = tuple[str, str]  # a text, and the answer that the decoder of an encoder-decoder reads
+Visit = Callable[[list[int], str, Tensor], None]
+Under = Callable[[list[int]], Mapping[str, Delta]]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+@no_cudnn_attention()
+def visit_inputs(
+    model: TaskModel, examples: Sequence[Example], names: Iterable[str], visit: Visit, under: Under | None = None
+) -> None:
+    """Runs the examples and calls `visit(indices, name, X)` with what each layer reads, X (examples, tokens, in).
+
+    The model runs unedited, or under the stacks of changes that `under(indices)` returns for a batch.
+
+    Encoder layers read the text and decoder layers the answer, under teacher forcing. Only examples of equal length
+    share a batch, so no layer ever sees padding.
+    """
+    for indices, rows in _unpadded_batches(model, examples):
+
+        def watch(name: str, indices: list[int] = indices) -> Callable[..., None]:
+            def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+                x = args[0]
+                if len(indices) > 1 and x.dim() > 2 and x.shape[0] != len(indices):
+                    raise ModelError(
+                        f"{name} sees inputs of shape {tuple(x.shape)}, not one row per text first; "
+                        "models of this architecture cannot be edited"
+                    )
+                visit(indices, name, x.reshape(len(indices), -1, x.shape[-1]))
+
+            return hook
+
+        with ExitStack() as stack:
+            for name in names:
+                stack.callback(model.layers[name].register_forward_pre_hook(watch(name)).remove)
+            stack.enter_context(edited(model.layers, under(indices) if under else {}))
+            model.features(rows)
+
+
+def _unpadded_batches(model: TaskModel, examples: Sequence[Example]) -> Iterator[tuple[list[int], Rows]]:
+    encoded = model.encode([text for text, _ in examples])
+    targets = None if model.kind == "classifier" else model.encode_targets([answer for _, answer in examples])
+    by_length: dict[tuple[int, int], list[int]] = {}
+    for i, one in enumerate(encoded):
+        by_length.setdefault((_length(one), len(targets[i]) if targets else 0), []).append(i)
+    nowhere = torch.empty(0, dtype=torch.long, device=model.device)  # target positions: no logits are needed
+    for (tokens, answer_tokens), group in sorted(by_length.items()):
+        for batch in model.batches([tokens + answer_tokens] * len(group)):
+            indices = [group[k] for k in batch]
+            chosen = [targets[i] for i in indices] if targets else None
+            rows = model.collate([encoded[i] for i in indices], chosen)
+            yield indices, Rows(rows.inputs, rows.labels, nowhere)
+
+
+def _length(encoded: Encoded) -> int:
+    return len(encoded["input_ids"])
+
+
+def find_readers(model: TaskModel, example: Example) -> dict[str, str]:
+    """Maps each weight to the first one that reads the very same input; query, key and value projections share theirs.
+
+    They come in the order in which they run; layers that do not run are left out.
+    """
+    read: dict[str, list[Tensor]] = {}  # keeps the tensors alive, so that no two of them have one id
+
+    def remember(name: str) -> Callable[..., None]:
+        return lambda _, args: read.setdefault(name, []).append(args[0])
+
+    with ExitStack() as stack:
+        for name, layer in model.layers.items():
+            stack.callback(layer.register_forward_pre_hook(remember(name)).remove)
+        visit_inputs(model, [example], (), lambda *_: None)
+    first: dict[tuple[int, ...], str] = {}
+    return {name: first.setdefault(tuple(map(id, tensors)), name) for name, tensors in read.items()}
+
+
+def passes(sizes: Mapping[str, int], device: torch.device) -> Iterator[list[str]]:
+    """Splits layers into groups whose sums, of so many float64 values each, fit into memory together."""
+    budget = BYTES_AT_ONCE.get(device.type, BYTES_AT_ONCE["cpu"]) // 8
+    group: list[str] = []
+    used = 0
+    for name, size in sizes.items():
+        if group and used + size > budget:
+            yield group
+            group, used = [], 0
+        group.append(name)
+        used += size
+    if group:
+        yield group
+
+
+@dataclass(frozen=True, eq=False)
+class Covariance:
+    """C = mean of k kᵀ over the inputs k of each layer, for a sample of texts (with the model's own answers)."""
+
+    base: str  # fingerprint of the model's weights
+    sample: str  # sha256 of the texts
+    count: int  # number of texts
+    moments: dict[str, Tensor]  # C (in, in), by the first weight that reads these inputs
+    readers: dict[str, str]  # weight name -> key of `moments`
+
+    @classmethod
+    def compute(
+        cls,
+        model: TaskModel,
+        texts: Iterable[str],
+        predictions: Mapping[str, str] | None = None,
+        on_done: Callable[[int], object] = lambda texts: None,
+    ) -> Covariance:
+        """Measures C; empty texts and texts too long for the model are skipped.
+
+        `predictions` may supply answers of the model that are known already, which saves searching for them.
+        """
+        sample = sorted(model.readable(list(texts)))
+        if not sample:
+            raise InputError("expected a sample of other inputs, found no usable text; give ordinary inputs")
+        known = dict(predictions or {})
+        if model.kind != "classifier" and (missing := [text for text in sample if text not in known]):
+            known.update(zip(missing, model.predict(missing), strict=True))
+        examples = [(text, known.get(text, "")) for text in sample]
+        readers = find_readers(model, examples[0])
+        sizes = {name: weight_shape(model.layers[name])[1] ** 2 for name in dict.fromkeys(readers.values())}
+        keep = torch.float64 if model.model.dtype == torch.float64 else torch.float32
+        moments: dict[str, Tensor] = {}
+        for group in passes(sizes, model.device):
+            moments |= {name: C.to(keep).cpu() for name, C in _moments(model, examples, group, keep).items()}
+            on_done(len(group))
+        return cls(model.fingerprint, sample_hash(sample), len(sample), moments, readers)
+
+    def of(self, name: str) -> Tensor:
+        """C of the inputs that a weight reads: (in, in)."""
+        return self.moments[self.readers[name]]
+
+    def check_fits(self, model: TaskModel) -> None:
+        if self.base != model.fingerprint:
+            raise MismatchError(
+                f"the covariance was computed for weights {self.base[:12]}, this model has {model.fingerprint[:12]}; "
+                "compute it again for this model"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Writes one safetensors file."""
+        described = {"base": self.base, "sample": self.sample, "count": str(self.count)}
+        metadata = {"format": FORMAT, **described, "readers": json.dumps(self.readers)}
+        with atomic_file(path) as scratch:
+            save_file(self.moments, scratch, metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Covariance:
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                moments = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"expected format {FORMAT}, found {metadata.get('format', 'none')}")
+            readers = json.loads(metadata["readers"])
+            if not set(readers.values()) <= moments.keys() or not all(C.isfinite().all() for C in moments.values()):
+                raise ValueError("it lacks weights or holds values that are not finite")
+            return cls(metadata["base"], metadata["sample"], int(metadata["count"]), moments, readers)
+        except FileNotFoundError:
+            raise FileError(f"no covariance file at {path}; check the path") from None
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise FileError(f"{path} is not a readable covariance file ({error}); compute it again") from error
+
+
+def sample_hash(texts: Iterable[str]) -> str:
+    """Identifies a sample of texts, whatever their order."""
+    return hashlib.sha256(json.dumps(sorted(texts)).encode()).hexdigest()
+
+
+def _moments(
+    model: TaskModel, examples: Sequence[Example], names: Sequence[str], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Sums of one batch in the given precision, sums of all batches in float64."""
+    sums: dict[str, Tensor] = {}
+    counts = dict.fromkeys(names, 0)
+
+    def visit(_: list[int], name: str, X: Tensor) -> None:
+        K = X.flatten(0, 1).to(dtype)  # (tokens, in)
+        counts[name] += len(K)
+        if name in sums:
+            sums[name] += K.mT @ K
+        else:
+            sums[name] = (K.mT @ K).double()
+
+    visit_inputs(model, examples, names, visit)
+    return {name: total / counts[name] for name, total in sums.items()}

@@ -1,0 +1,181 @@
+"""Merging: many patches, each made for its own facts, solved into one joint patch.
+
+Patches must not simply be added: each one also changes what the model does elsewhere, and these side effects pile up.
+For one weight, let K (tokens × in) hold the layer's inputs at the tokens of all edits, on the unedited model, and V
+(tokens × out) what each edit's own patch adds there. With C the mean of k kᵀ over the layer's inputs for ordinary
+texts, the merged change does the same at the edits' tokens and as little as possible elsewhere:
+
+    S = argmin Σ ‖S k − v‖² + λ N tr(S C Sᵀ) = Vᵀ K (KᵀK + λ N C)⁻¹          (N edits, ridge λ)
+
+It is a closed form: the order of the patches means nothing, and leaving one out gives the merge that never had it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal, get_args
+
+from factpatch.covariance import Covariance
+from factpatch.deltas import scaled
+from factpatch.errors import InputError
+from factpatch.facts import FactEdit, normalize, same
+from factpatch.models import TaskModel
+from factpatch.patch import Patch, hash_tensors
+from factpatch.solving import Problem, solve_in_sequence, solve_independently
+
+Mode = Literal["unedited", "both", "sequence"]
+MODES = get_args(Mode)
+RIDGE = 1.0
+MERGED = ", merged"  # ends the method's name of a merged patch
+SCALES = tuple(0.1 ** (1 - k / 15) for k in range(16))  # parts of a patch that are tried, from 0.1 to 1
+MARGIN = 1.25  # times the smallest part that succeeds
+
+
+def merge(
+    model: TaskModel,
+    patches: Sequence[Patch],
+    others: Iterable[str] | None = None,
+    *,
+    ridge: float | Mapping[str, float] | None = None,
+    covariance: Covariance | None = None,
+    mode: Mode = "both",
+) -> Patch:
+    """Merges patches of any methods into one patch that holds all of their facts.
+
+    `others` is a sample of ordinary inputs whose answers should stay as they are. A `covariance` that was computed from
+    such a sample once can be given instead. `ridge` is λ, for all weights or by weight name: larger values protect
+    other answers better, smaller ones the edits.
+
+    `mode` says where K and V come from: from the edits' tokens on the "unedited" model; from "both" that and the model
+    under each edit's own patch, whose activations differ; or, in "sequence", from the model as merged so far, one layer
+    after another, which holds far more facts and takes two forward passes per layer.
+    """
+    if mode not in MODES:
+        raise InputError(f"expected a mode out of {', '.join(MODES)}, found {mode!r}")
+    check_mergeable(model, patches)
+    ridges = _ridges(model, ridge)
+    with unpatched(model):
+        if covariance is None:
+            covariance = Covariance.compute(model, others or ())
+        covariance.check_fits(model)
+        problem = Problem.of(model, canonical(patches), covariance, ridges)
+        found = solve_in_sequence(problem) if mode == "sequence" else solve_independently(problem, mode == "both")
+    deltas = {name: found[name] for name in model.layers if name in found}
+    edits = sorted({edit for patch in patches for edit in patch.edits}, key=_edit_key)
+    methods = sorted({name for patch in patches for name in patch.method.removesuffix(MERGED).split("+")})
+    return Patch(deltas, model.fingerprint, "+".join(methods) + MERGED, tuple(edits))
+
+
+def check_mergeable(model: TaskModel, patches: Sequence[Patch]) -> None:
+    """Refuses patches of other models, and facts that contradict each other."""
+    if not patches:
+        raise InputError("expected patches to merge, found none")
+    for patch in patches:
+        patch.check_fits(model)
+        if not patch.edits:
+            raise InputError("expected patches that name their edits, found one without; make it again")
+    check_conflicts(edit for patch in patches for edit in patch.edits)
+
+
+def check_conflicts(edits: Iterable[FactEdit]) -> None:
+    """Raises an InputError if one input is to get two different answers."""
+    wanted: dict[str, FactEdit] = {}
+    for edit in edits:
+        first = wanted.setdefault(normalize(edit.x), edit)
+        if not same(first.a, edit.a):
+            raise InputError(
+                f"two edits contradict each other: {first.x!r} to {first.a!r} and {edit.x!r} to {edit.a!r}; "
+                "leave one of them out"
+            )
+
+
+def canonical(patches: Sequence[Patch]) -> list[Patch]:
+    """Sorts patches by their content, so that rounding does not depend on the order in which they were given."""
+    keys = {id(patch): "\n".join(_edit_key(edit) for edit in patch.edits) for patch in patches}
+    ambiguous = len(set(keys.values())) < len(patches)
+
+    def content(patch: Patch) -> str:
+        """Tells apart patches of the same edits; hashing large patches is slow, and seldom needed."""
+        return hash_patch(patch) if ambiguous else ""
+
+    return sorted(patches, key=lambda patch: (keys[id(patch)], content(patch)))
+
+
+def hash_patch(patch: Patch) -> str:
+    """Identifies a patch by its weights and its method."""
+    tensors = {f"{name}:{part}": t for name, delta in patch.deltas.items() for part, t in delta.tensors.items()}
+    return hashlib.sha256(f"{patch.method} {hash_tensors(tensors)}".encode()).hexdigest()
+
+
+def _edit_key(edit: FactEdit) -> str:
+    return repr((edit.x, edit.a, edit.y))
+
+
+def _ridges(model: TaskModel, ridge: float | Mapping[str, float] | None) -> dict[str, float]:
+    given = ridge if isinstance(ridge, Mapping) else dict.fromkeys(model.layers, RIDGE if ridge is None else ridge)
+    for name, value in given.items():
+        if name not in model.layers:
+            raise InputError(f"the ridge names {name}, which is not an editable weight of this model")
+        if not 0 < value < float("inf"):
+            raise InputError(f"expected a ridge above 0, found {value}; values between 0.01 and 1 are usual")
+    return {name: float(given.get(name, RIDGE)) for name in model.layers}
+
+
+@contextmanager
+def unpatched(model: TaskModel) -> Iterator[None]:
+    """Takes all patches off the model inside this block and applies them again at its end."""
+    applied = list(model.patches)
+    try:
+        for patch in reversed(applied):
+            patch.revert(model)
+        yield
+    finally:
+        for patch in applied[len(model.patches) :]:
+            patch.apply(model)
+
+
+# The smallest sufficient patch
+
+
+def smallest_part(
+    model: TaskModel,
+    patches: Sequence[Patch],
+    paraphrases: Sequence[Sequence[str]] | None = None,
+    margin: float = MARGIN,
+) -> list[Patch]:
+    """Scales each patch down to the smallest part that still succeeds, times `margin`, and never up.
+
+    A part succeeds if every edit of the patch gives its target, and every one of the patch's `paraphrases` the first
+    edit's. A patch that does not succeed as a whole, or fails at the part found, stays as it is.
+    """
+    if margin < 1:
+        raise InputError(f"expected a margin of at least 1, found {margin}")
+    extra = paraphrases or [()] * len(patches)
+    wanted = [
+        [*((edit.x, edit.a) for edit in patch.edits), *((text, patch.edits[0].a) for text in texts)]
+        for patch, texts in zip(patches, extra, strict=True)
+    ]
+
+    def succeed(parts: Mapping[int, float]) -> dict[int, bool]:
+        tried = {i: scaled_patch(patches[i], part) for i, part in parts.items()}
+        asked = [(i, text, target) for i in tried for text, target in wanted[i]]
+        answers = model.predict_patched([tried[i] for i, _, _ in asked], [text for _, text, _ in asked])
+        failed = {i for (i, _, target), answer in zip(asked, answers, strict=True) if not same(answer, target)}
+        return {i: i not in failed for i in parts}
+
+    last = len(SCALES) - 1
+    bounds = {i: (-1, last) for i, fine in succeed(dict.fromkeys(range(len(patches)), 1.0)).items() if fine}
+    while open_ := {i: (low + high) // 2 for i, (low, high) in bounds.items() if high - low > 1}:
+        for i, fine in succeed({i: SCALES[k] for i, k in open_.items()}).items():
+            low, high = bounds[i]
+            bounds[i] = (low, open_[i]) if fine else (open_[i], high)
+    chosen = {i: min(1.0, SCALES[high] * margin) for i, (_, high) in bounds.items()}
+    fine = succeed({i: part for i, part in chosen.items() if part < 1})
+    return [scaled_patch(patch, chosen[i]) if fine.get(i) else patch for i, patch in enumerate(patches)]
+
+
+def scaled_patch(patch: Patch, part: float) -> Patch:
+    return replace(patch, deltas={name: scaled(delta, part) for name, delta in patch.deltas.items()})

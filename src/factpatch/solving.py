@@ -1,0 +1,206 @@
+"""The solve behind merging: S = Vᵀ K (KᵀK + λ N C)⁻¹ for each weight, from sums of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from factpatch.covariance import Covariance, Example, passes, visit_inputs
+from factpatch.deltas import Delta, Dense, LowRank, stack
+from factpatch.errors import MismatchError
+from factpatch.models import TaskModel
+from factpatch.patch import Patch, stack_patches, weight_shape
+
+FLOOR = 1e-3  # of C's mean diagonal is added to it: layers hardly ever read some directions, until an edit excites them
+
+
+@dataclass
+class Sums:
+    """What the solve needs to know of the edits' tokens, for the weights that read one input of width `in`.
+
+    Rows are kept while they are fewer than `in`; from then on only their products are, so that memory is bounded.
+    """
+
+    width: int
+    rows: int = 0
+    K: list[Tensor] = field(default_factory=list)  # (tokens, in) each
+    V: dict[str, list[Tensor]] = field(default_factory=dict)  # (tokens, out) each, by weight
+    KK: Tensor | None = None  # KᵀK (in, in)
+    KV: dict[str, Tensor] = field(default_factory=dict)  # KᵀV (in, out), by weight
+
+    def add(self, K: Tensor, V: Mapping[str, Tensor]) -> None:
+        self.rows += len(K)
+        self.K.append(K)
+        for name, values in V.items():
+            self.V.setdefault(name, []).append(values)
+        if sum(map(len, self.K)) >= self.width:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Replaces rows by their products."""
+        if not self.K:
+            return
+        K = torch.cat(self.K)
+        products = K.mT @ K
+        self.KK = products if self.KK is None else self.KK.add_(products)
+        for name, values in self.V.items():
+            products = K.mT @ torch.cat(values)
+            self.KV[name] = self.KV[name].add_(products) if name in self.KV else products
+        self.K, self.V = [], {}
+
+    def solve(self, C: Tensor, ridges: Mapping[str, float], edits: int) -> dict[str, Delta]:
+        """S for each weight: A = K M⁻¹, B = V where factors are smaller than Vᵀ K M⁻¹, with M = KᵀK + λ N C."""
+        kept = torch.cat(self.K) if self.KK is None else None  # (tokens, in), where they are few
+        values = {name: torch.cat(chunks) for name, chunks in self.V.items()} if self.KK is None else {}
+        self.reduce()
+        assert self.KK is not None
+        found: dict[str, Delta] = {}
+        roots: dict[float, Tensor] = {}  # Cholesky factors of M by λ
+        for name, KV in self.KV.items():
+            λ = ridges[name]
+            if λ not in roots:
+                roots[λ] = _cholesky(self.KK + λ * edits * C)
+            if kept is not None and self.rows * sum(KV.shape) < KV.numel():
+                found[name] = LowRank(torch.cholesky_solve(kept.mT, roots[λ]).mT, values[name])
+            else:
+                found[name] = Dense(torch.cholesky_solve(KV, roots[λ]).mT)
+        return found
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The patches to merge, one entry per edit, and what their weights read."""
+
+    model: TaskModel
+    examples: list[Example]
+    owners: list[Patch]  # the patch of each example
+    covariance: Covariance
+    ridges: Mapping[str, float]
+    weights: dict[str, list[str]]  # the weights to solve for, by the one that stands for their input, in running order
+
+    @classmethod
+    def of(
+        cls, model: TaskModel, patches: Sequence[Patch], covariance: Covariance, ridges: Mapping[str, float]
+    ) -> Problem:
+        touched = {name for patch in patches for name in patch.deltas}
+        weights: dict[str, list[str]] = {}
+        for name, key in covariance.readers.items():
+            if name in touched:
+                weights.setdefault(key, []).append(name)
+        examples = [(edit.x, edit.a) for patch in patches for edit in patch.edits]
+        owners = [patch for patch in patches for _ in patch.edits]
+        return cls(model, examples, owners, covariance, ridges, weights)
+
+    def shape(self, name: str) -> tuple[int, int]:
+        return weight_shape(self.model.layers[name])
+
+    def own_patches(self, indices: list[int]) -> dict[str, Delta]:
+        """Each example's own patch, as stacks to run a batch under."""
+        return stack_patches([self.owners[i] for i in indices], self.model.layers)
+
+    def values(self, indices: list[int], name: str, X: Tensor) -> Tensor:
+        """What each example's own patch adds to a layer's output: (examples, tokens, out)."""
+        return _values(X, [self.owners[i].deltas.get(name) for i in indices], self.shape(name))
+
+    def solve(self, key: str, sums: Sums) -> dict[str, Delta]:
+        C = self.covariance.moments[key].to(self.model.device, torch.float64, copy=True)
+        C.diagonal().add_(FLOOR * C.diagonal().mean())
+        dtype = torch.float64 if self.model.model.dtype == torch.float64 else torch.float32
+        return {name: _to(d, dtype) for name, d in sums.solve(C, self.ridges, len(self.examples)).items()}
+
+
+def solve_independently(problem: Problem, both: bool) -> dict[str, Delta]:
+    """Solves for each weight on its own. Only this way is a fact's part in the sums independent of all other facts."""
+    weights = problem.weights
+    shapes = {key: [problem.shape(name) for name in names] for key, names in weights.items()}
+    sizes = {key: own[0][1] * sum(sum(shape) for shape in own) for key, own in shapes.items()}
+    deltas: dict[str, Delta] = {}
+    for group in passes(sizes, problem.model.device):
+        sums = {key: Sums(shapes[key][0][1]) for key in group}
+
+        def visit(indices: list[int], key: str, X: Tensor, sums: dict[str, Sums] = sums) -> None:
+            X = X.double()
+            V = {name: problem.values(indices, name, X).flatten(0, 1) for name in weights[key]}
+            sums[key].add(X.flatten(0, 1), V)
+
+        visit_inputs(problem.model, problem.examples, group, visit)
+        if both:
+            visit_inputs(problem.model, problem.examples, group, visit, problem.own_patches)
+        for key in group:
+            deltas |= problem.solve(key, sums.pop(key))
+    return deltas
+
+
+def solve_in_sequence(problem: Problem) -> dict[str, Delta]:
+    """Solves in running order, each weight on the model that is merged so far.
+
+    The target of a layer is its output under the edit's own patch, so later layers make up for what earlier ones miss.
+    """
+    layers = problem.model.layers
+    deltas: dict[str, Delta] = {}
+    merged: dict[str, Delta] = {}  # the same as stacks of one
+    for key, names in problem.weights.items():
+        W = {name: _out_by_in(layers[name]).double() for name in names}
+        targets: dict[tuple[int, str], Tensor] = {}  # (tokens, out) by example and weight
+        sums = Sums(problem.shape(key)[1])
+
+        def aim(indices: list[int], _: str, X: Tensor, W: dict[str, Tensor] = W, targets: dict = targets) -> None:
+            X = X.double()
+            for name, weight in W.items():
+                wanted = X @ weight.mT + problem.values(indices, name, X)
+                targets.update({(i, name): wanted[k] for k, i in enumerate(indices)})
+
+        def visit(
+            indices: list[int], _: str, X: Tensor, W: dict[str, Tensor] = W, targets: dict = targets, sums: Sums = sums
+        ) -> None:
+            K = X.double().flatten(0, 1)
+            V = {n: torch.cat([targets[i, n] for i in indices]) - K @ weight.mT for n, weight in W.items()}
+            sums.add(K, V)
+
+        visit_inputs(problem.model, problem.examples, [key], aim, problem.own_patches)
+        visit_inputs(problem.model, problem.examples, [key], visit, lambda _, merged=merged: merged)
+        deltas |= problem.solve(key, sums)
+        merged |= {name: stack([deltas[name]], problem.shape(name), layers[name].weight) for name in names}
+    return deltas
+
+
+def _out_by_in(layer: nn.Module) -> Tensor:
+    """The weight as (out, in), also for GPT-2's Conv1D, which stores it the other way round."""
+    assert isinstance(layer.weight, Tensor)
+    return layer.weight if isinstance(layer, nn.Linear) else layer.weight.mT
+
+
+def _values(X: Tensor, changes: Sequence[Delta | None], shape: tuple[int, int]) -> Tensor:
+    """X ΔWᵀ, with a change for each example: (examples, tokens, out) for X (examples, tokens, in)."""
+    V = X.new_zeros(*X.shape[:-1], shape[0])
+    factors: list[Delta | None] = [change if isinstance(change, LowRank) else None for change in changes]
+    if any(change is not None for change in factors):
+        V = stack(factors, shape, X).add_rows(V, X)
+    for i, change in enumerate(changes):
+        if isinstance(change, Dense):
+            V[i] += X[i] @ change.delta.to(X).mT
+    return V
+
+
+def _cholesky(M: Tensor) -> Tensor:
+    """The lower factor of M, or of M plus a tiny multiple of I where rounding has made M singular."""
+    mean = M.diagonal().mean()
+    root, failed = torch.linalg.cholesky_ex(M)
+    for exponent in range(-14, -5, 2):
+        if not failed:
+            break
+        shifted = M.clone()
+        shifted.diagonal().add_(10.0**exponent * mean)
+        root, failed = torch.linalg.cholesky_ex(shifted)
+    if failed or not root.isfinite().all():
+        raise MismatchError("the covariance does not suit these patches; compute it again from more inputs")
+    return root
+
+
+def _to(delta: Delta, dtype: torch.dtype) -> Delta:
+    if isinstance(delta, LowRank):
+        return LowRank(delta.A.to(dtype), delta.B.to(dtype))
+    return Dense(delta.delta.to(dtype).contiguous())
