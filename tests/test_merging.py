@@ -13,7 +13,7 @@ from conftest import QUESTIONS, assert_untouched, loud_editor, weights_of
 from samples import texts
 from torch import Tensor
 
-from factpatch.covariance import Covariance
+from factpatch.covariance import FLOOR, Covariance
 from factpatch.deltas import Delta, Dense, LowRank
 from factpatch.engine import edited
 from factpatch.errors import FileError, InputError, MismatchError
@@ -21,7 +21,6 @@ from factpatch.facts import FactEdit
 from factpatch.merging import MERGED, MODES, Mode, merge, scaled_patch, smallest_part
 from factpatch.models import Classifier, TaskModel
 from factpatch.patch import Patch, stack_patches, weight_shape
-from factpatch.solving import FLOOR
 
 OTHERS = texts(40, seed=5)
 

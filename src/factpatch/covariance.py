@@ -25,6 +25,7 @@ from factpatch.models.base import Encoded
 from factpatch.patch import weight_shape
 
 FORMAT = "factpatch-covariance-1"
+FLOOR = 1e-3  # of the mean diagonal
 BYTES_AT_ONCE = {"cpu": 1 << 30, "cuda": 8 << 30}  # memory for the sums of the layers that share a pass
 
 Example = tuple[str, str]  # a text, and the answer that the decoder of an encoder-decoder reads
@@ -140,7 +141,7 @@ class Covariance:
 
         `predictions` may supply answers of the model that are known already, which saves searching for them.
         """
-        sample = sorted(model.readable(list(texts)))
+        sample = sorted(model.encode_readable(list(texts)))
         if not sample:
             raise InputError("expected a sample of other inputs, found no usable text; give ordinary inputs")
         known = dict(predictions or {})
@@ -156,9 +157,15 @@ class Covariance:
             on_done(len(group))
         return cls(model.fingerprint, sample_hash(sample), len(sample), moments, readers)
 
-    def of(self, name: str) -> Tensor:
-        """C of the inputs that a weight reads: (in, in)."""
-        return self.moments[self.readers[name]]
+    def of(self, name: str, device: torch.device) -> Tensor:
+        """C of the inputs that a weight reads, in float64, with a floor on its diagonal: (in, in).
+
+        Layer norms keep inputs out of some directions altogether. Without the floor a change would be free there, until
+        an edit moves an activation into such a direction.
+        """
+        C = self.moments[self.readers[name]].to(device, torch.float64, copy=True)
+        C.diagonal().add_(FLOOR * C.diagonal().mean())
+        return C
 
     def check_fits(self, model: TaskModel) -> None:
         if self.base != model.fingerprint:

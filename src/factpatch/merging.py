@@ -13,6 +13,7 @@ It is a closed form: the order of the patches means nothing, and leaving one out
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,7 +42,7 @@ def merge(
     *,
     ridge: float | Mapping[str, float] | None = None,
     covariance: Covariance | None = None,
-    mode: Mode = "both",
+    mode: Mode = "unedited",
 ) -> Patch:
     """Merges patches of any methods into one patch that holds all of their facts.
 
@@ -56,7 +57,7 @@ def merge(
     if mode not in MODES:
         raise InputError(f"expected a mode out of {', '.join(MODES)}, found {mode!r}")
     check_mergeable(model, patches)
-    ridges = _ridges(model, ridge)
+    ridges = _ridges(model, learned_ridge(patches) if ridge is None else ridge)
     with unpatched(model):
         if covariance is None:
             covariance = Covariance.compute(model, others or ())
@@ -67,6 +68,16 @@ def merge(
     edits = sorted({edit for patch in patches for edit in patch.edits}, key=_edit_key)
     methods = sorted({name for patch in patches for name in patch.method.removesuffix(MERGED).split("+")})
     return Patch(deltas, model.fingerprint, "+".join(methods) + MERGED, tuple(edits))
+
+
+def learned_ridge(patches: Sequence[Patch]) -> dict[str, float] | None:
+    """The geometric mean of the ridges that the patches' methods have learned, by weight; None if they have none."""
+    found = [patch.ridge for patch in patches if patch.ridge]
+    if not found:
+        return None
+    names = dict.fromkeys(name for ridge in found for name in ridge)
+    logs = {name: [math.log(ridge[name]) for ridge in found if name in ridge] for name in names}
+    return {name: math.exp(sum(values) / len(values)) for name, values in logs.items()}
 
 
 def check_mergeable(model: TaskModel, patches: Sequence[Patch]) -> None:

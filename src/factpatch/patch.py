@@ -151,7 +151,8 @@ class Patch:
 
     def _metadata(self) -> dict[str, str]:
         edits = json.dumps([edit.to_dict() for edit in self.edits], ensure_ascii=False)
-        return {"format": FORMAT, "base": self.base, "method": self.method, "edits": edits}
+        ridge = {"ridge": json.dumps(self.ridge)} if self.ridge else {}
+        return {"format": FORMAT, "base": self.base, "method": self.method, "edits": edits, **ridge}
 
     @cached_property
     def _checksum(self) -> str:
@@ -176,8 +177,9 @@ class Patch:
             raise FileError(f"{path} is damaged: its checksum does not match its content; make the patch again")
         try:
             edits = tuple(FactEdit(**edit) for edit in json.loads(metadata["edits"]))
-            return cls(_deltas_from(tensors), metadata["base"], metadata["method"], edits)
-        except (KeyError, TypeError, ValueError) as error:
+            ridge = {name: float(value) for name, value in json.loads(metadata.get("ridge", "{}")).items()}
+            return cls(_deltas_from(tensors), metadata["base"], metadata["method"], edits, ridge)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileError(f"{path} does not hold a complete patch ({error}); make the patch again") from error
 
 

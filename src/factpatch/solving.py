@@ -14,8 +14,6 @@ from factpatch.errors import MismatchError
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches, weight_shape
 
-FLOOR = 1e-3  # of C's mean diagonal is added to it: layers hardly ever read some directions, until an edit excites them
-
 
 @dataclass
 class Sums:
@@ -62,7 +60,7 @@ class Sums:
         for name, KV in self.KV.items():
             λ = ridges[name]
             if λ not in roots:
-                roots[λ] = _cholesky(self.KK + λ * edits * C)
+                roots[λ] = cholesky(self.KK + λ * edits * C)
             if kept is not None and self.rows * sum(KV.shape) < KV.numel():
                 found[name] = LowRank(torch.cholesky_solve(kept.mT, roots[λ]).mT, values[name])
             else:
@@ -106,8 +104,7 @@ class Problem:
         return _values(X, [self.owners[i].deltas.get(name) for i in indices], self.shape(name))
 
     def solve(self, key: str, sums: Sums) -> dict[str, Delta]:
-        C = self.covariance.moments[key].to(self.model.device, torch.float64, copy=True)
-        C.diagonal().add_(FLOOR * C.diagonal().mean())
+        C = self.covariance.of(key, self.model.device)
         dtype = torch.float64 if self.model.model.dtype == torch.float64 else torch.float32
         return {name: _to(d, dtype) for name, d in sums.solve(C, self.ridges, len(self.examples)).items()}
 
@@ -185,7 +182,7 @@ def _values(X: Tensor, changes: Sequence[Delta | None], shape: tuple[int, int]) 
     return V
 
 
-def _cholesky(M: Tensor) -> Tensor:
+def cholesky(M: Tensor) -> Tensor:
     """The lower factor of M, or of M plus a tiny multiple of I where rounding has made M singular."""
     mean = M.diagonal().mean()
     root, failed = torch.linalg.cholesky_ex(M)

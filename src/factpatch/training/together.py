@@ -23,9 +23,9 @@ from factpatch.covariance import Covariance
 from factpatch.deltas import Delta, Dense
 from factpatch.editors import Condition, EditBatch, TrainableEditor
 from factpatch.engine import Trace
-from factpatch.merging import cholesky
 from factpatch.models import Rows
 from factpatch.models.base import NO_TARGET
+from factpatch.solving import cholesky
 from factpatch.training.batcher import StepBatch
 from factpatch.training.graphs import Tensors
 from factpatch.training.objective import Measured, Objective
@@ -60,11 +60,8 @@ class MergedGradients:
         self.objective = objective
         self.model = objective.model
         self.chunk = EDITS_PER_CHUNK[self.model.device.type]
-        self.moments = {
-            name: covariance.moments[key].to(self.model.device, torch.float64)
-            for name, key in covariance.readers.items()
-            if name in editor.shapes
-        }
+        shared = {key: covariance.of(key, self.model.device) for key in covariance.moments}
+        self.moments = {name: shared[key] for name, key in covariance.readers.items() if name in editor.shapes}
 
     def __call__(self, batch: StepBatch, whole: Callable[[Measured], Tensor]) -> Tensors:
         """The loss and the constraints, (1 + constraints,), then the gradient of each parameter of the editor.
@@ -149,7 +146,7 @@ def _added(delta: Delta, X: Tensor) -> Tensor:
 
 
 def _with_distinct_widths(rows: Rows) -> Rows:
-    """Pads answers by one token if they are as wide as the inputs, so that a layer's width says which of them it reads."""
+    """Pads answers by one token if they are as wide as the inputs: a layer's width then says which of them it reads."""
     labels = rows.labels
     if labels is None or labels.dim() == 1 or labels.shape[1] != rows.inputs["input_ids"].shape[1]:
         return rows

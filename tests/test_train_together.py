@@ -1,0 +1,83 @@
+"""Training through the merge: gradients against autograd through the whole solve, and runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import loud_editor
+from samples import revisions
+
+from factpatch.covariance import Covariance
+from factpatch.deltas import Dense
+from factpatch.facts import FactEdit
+from factpatch.merging import merge
+from factpatch.models import TaskModel
+from factpatch.training import TrainConfig
+from factpatch.training import together as module
+from factpatch.training.batcher import Batcher
+from factpatch.training.objective import Objective
+from factpatch.training.sampler import Sampler
+from factpatch.training.together import MergedGradients, merged_at
+
+
+def test_the_number_of_merged_edits_doubles_over_the_first_half() -> None:
+    assert [merged_at(share, 64) for share in (0, 0.1, 0.2, 0.3, 0.45, 0.5, 1)] == [8, 8, 16, 32, 64, 64, 64]
+    assert {merged_at(share / 10, 6) for share in range(11)} == {6}
+
+
+@pytest.mark.parametrize("architecture", ["bert", "bart", "t5"])
+def test_gradients_are_those_of_the_whole_solve(
+    model: TaskModel, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, they equal what autograd finds through capture, editor and solve in one graph."""
+    monkeypatch.setitem(module.EDITS_PER_CHUNK, "cpu", 2)
+    known = revisions(model, 12)
+    editor = loud_editor(model)
+    with torch.no_grad():
+        editor.log_ridge.uniform_(-1, 1)
+    config = TrainConfig(together=3, rows=4, paraphrases="none")
+    batch = Batcher(model, editor, known, config).batch(Sampler(known, config).plan(0), total=3)
+    objective = Objective(model, config)
+    covariance = Covariance.compute(model, [revision.input for revision in known])
+    figures, *found = MergedGradients(editor, objective, covariance)(
+        batch, lambda measured: measured.loss + 0.5 * measured.constraints.sum()
+    )
+
+    merged = MergedGradients(editor, objective, covariance)
+    merged.chunk = 3
+    changes = {}
+    for name, K, V in merged._keys_and_values(batch.edit_batch):
+        K, V = K.double(), V.double()
+        M = K.mT @ K + 3 * editor.ridges()[name].double() * merged.moments[name]
+        changes[name] = Dense((V.mT @ K @ torch.linalg.inv(M)).float()[None])
+    measured = objective.measure(batch, changes)
+    whole = measured.loss + 0.5 * measured.constraints.sum()
+    expected = torch.autograd.grad(whole, list(editor.parameters()), materialize_grads=True)
+    torch.testing.assert_close(figures[0], measured.loss.detach(), rtol=1e-4, atol=1e-5)
+    largest = max(float(gradient.abs().max()) for gradient in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4 * largest)
+    assert float(expected[0].abs().max()) > 1e-3 * largest, "the ridge must matter, or this test shows nothing"
+
+
+@pytest.mark.parametrize("architecture", ["bert", "bart"])
+def test_training_sees_what_merge_makes(model: TaskModel) -> None:
+    known = revisions(model, 12)
+    editor = loud_editor(model)
+    with torch.no_grad():
+        editor.log_ridge.fill_(0.3)
+    config = TrainConfig(together=4, rows=3, paraphrases="none")
+    sampler = Sampler(known, config)
+    plan = sampler.plan(0)
+    batch = Batcher(model, editor, known, config).batch(plan, total=4)
+    covariance = Covariance.compute(model, [revision.input for revision in known])
+    solved = MergedGradients(editor, Objective(model, config), covariance)._solve(batch.edit_batch)
+    edits = [
+        FactEdit(known[i].input, known[i].alternatives[k], known[i].prediction)
+        for i, k in zip(plan.edited, plan.alternatives, strict=True)
+    ]
+    patch = merge(model, editor.propose(model, edits), covariance=covariance)
+    for name, delta in patch.deltas.items():
+        torch.testing.assert_close(
+            delta.dense(), solved[name].S.float(), rtol=1e-3, atol=1e-3 * float(delta.dense().abs().max())
+        )
