@@ -279,7 +279,7 @@ def test_two_processes_write_what_one_writes(
         "from factpatch.cli import main\nmain(sys.argv[1:])\n"
     )
     arguments = [str(part) for part in [*options, "--output", tmp_path / "two", "--json"]]
-    two = json.loads(run_in_two_processes(command, *arguments, timeout=600))  # a guard against hanging
+    two = json.loads(run_in_two_processes(command, *arguments))
     monkeypatch.setattr("factpatch.editors.trainable.EDITS_PER_BATCH", 5)
     one = run(*options, "--output", tmp_path / "one", "--json").json
     assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in two.items() if k != "seconds"}

@@ -51,7 +51,7 @@ def train(
         float | None, typer.Option(help="Duration of the run, from set-up to final measurement, instead of --steps.")
     ] = None,
     init: Annotated[
-        Path | None, typer.Option(help="Folder of a trained editor to start from. Default: a new editor.")
+        str | None, typer.Option(help="Folder of a trained editor to start from, or world. Default: a new editor.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the output folder.")] = False,
     skip_bad: SkipBad = False,

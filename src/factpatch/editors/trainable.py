@@ -60,8 +60,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         self.shapes = dict(shapes)
         self.base = base
         self.config = config
-        # log λ of each weight: how strongly other inputs are protected when the editor's patches are merged.
-        self.log_ridge = nn.Parameter(torch.zeros(len(self.shapes)))
+        self.log_ridge: nn.Parameter | None
+        self.register_parameter("log_ridge", None)
 
     @classmethod
     def for_model(cls, model: TaskModel, config: Any = None, layers: Sequence[str] = ("*",)) -> Self:
@@ -94,9 +94,15 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         """One update per edit as a stack per weight, differentiable in the editor's parameters."""
         return self(batch.condition, self.trace(model, batch, under))
 
-    def ridges(self) -> dict[str, Tensor]:
-        """λ of each weight."""
-        return dict(zip(self.shapes, self.log_ridge.exp().unbind(), strict=True))
+    def learn_ridge(self) -> None:
+        """Adds log λ of each weight to the parameters: how much other inputs count when the patches are merged."""
+        if self.log_ridge is None:
+            device = next(self.parameters()).device
+            self.log_ridge = nn.Parameter(torch.zeros(len(self.shapes), device=device))
+
+    def ridges(self) -> dict[str, float]:
+        """λ of each weight, if it was learned."""
+        return {} if self.log_ridge is None else dict(zip(self.shapes, self.log_ridge.exp().tolist(), strict=True))
 
     def batch(self, model: TaskModel, edits: Sequence[FactEdit]) -> EditBatch:
         """The edits as tensors on the model's device. Their `y` must be known."""
@@ -145,7 +151,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         """Cuts stacks into one patch per edit, without the rows of B that are zero, as those of padding are."""
         _check_finite(deltas)
         per_edit = unstack({name: delta for name, delta in deltas.items() if isinstance(delta, LowRank)})
-        ridge = {name: float(value) for name, value in self.ridges().items()} if self.log_ridge.any() else {}
+        ridge = self.ridges()
         return [Patch({**own}, self.base, self.name, (edit,), ridge) for edit, own in zip(edits, per_edit, strict=True)]
 
     def prepare(self, model: TaskModel) -> None:
@@ -194,7 +200,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
             with torch.device("meta"):
                 embeddings = next((t for name, t in state.items() if name.endswith("embedding.weight")), torch.empty(0))
                 editor = cls.build(shapes, torch.empty_like(embeddings, device="meta"), saved["base"], config)
-            state.setdefault("log_ridge", torch.zeros(len(shapes), device=device))  # version 0.1 had none
+            if "log_ridge" in state:
+                editor.log_ridge = nn.Parameter(torch.zeros(len(shapes), device="meta"))
             editor.load_state_dict(state, assign=True)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]

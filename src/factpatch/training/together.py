@@ -56,6 +56,7 @@ class MergedGradients:
     """The gradients of a step whose edits are merged into one patch."""
 
     def __init__(self, editor: TrainableEditor, objective: Objective, covariance: Covariance):
+        editor.learn_ridge()
         self.editor = editor
         self.objective = objective
         self.model = objective.model
@@ -98,7 +99,7 @@ class MergedGradients:
         ridges = self.editor.ridges()
         solved: dict[str, _Solved] = {}
         for name, products in KK.items():
-            C, ridge = self.moments[name], float(ridges[name])
+            C, ridge = self.moments[name], ridges[name]
             root = cholesky(products.add_(C, alpha=len(batch.rows) * ridge))
             solved[name] = _Solved(torch.cholesky_solve(KV[name], root).mT, root, C, ridge)
         return solved

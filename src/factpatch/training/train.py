@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ from factpatch.covariance import Covariance
 from factpatch.data.records import source_hash
 from factpatch.data.revisions import Revision, load_revisions, teachable
 from factpatch.device import find_dtype, surroundings
-from factpatch.editors import Looped, find_method
-from factpatch.errors import InputError, TrainingError
+from factpatch.editors import Looped, TrainableEditor, find_method, load_editor
+from factpatch.editors.trainable import matching_shapes
+from factpatch.errors import InputError, MismatchError, TrainingError
 from factpatch.files import atomic_file
 from factpatch.models import TaskModel
+from factpatch.patch import hash_tensors
 from factpatch.processes import accelerator_on, from_first
 from factpatch.training.batcher import Batcher
-from factpatch.training.config import TrainConfig, config_to_json
+from factpatch.training.config import TrainConfig, config_to_json, editor_config_class
 from factpatch.training.objective import Objective
 from factpatch.training.run import Run, copy_of, within_error_of_best
 from factpatch.training.sampler import Sampler
@@ -31,7 +33,6 @@ from factpatch.training.step import Learner, Means
 from factpatch.training.together import MergedGradients, merged_at
 from factpatch.training.unedited import doubts, unedited_outputs
 from factpatch.training.validation import Validator, split_revisions
-from factpatch.training.warm_start import load_weights
 
 COVARIANCE_INPUTS = 2000  # control inputs from which the covariance for merging is computed
 FINAL_SHARE = 0.1  # maximum share of the time for the measurement at the end, in runs limited by minutes
@@ -75,8 +76,13 @@ class Train(Run):
         model.model.to(self.accelerator.device)
         self.model = model
         torch.manual_seed(config.seed)
-        self.editor = find_method(config.method).load_class().for_model(model, config.editor, config.layers)
-        self.init = load_weights(self.editor, init, model) if init else None
+        if init:
+            self.editor, self.config = _trained_editor(init, model, config)
+        else:
+            self.editor = find_method(config.method).load_class().for_model(model, config.editor, config.layers)
+        self.init = hash_tensors(self.editor.state_dict()) if init else None
+        if config.together > 1:
+            self.editor.learn_ridge()
         self.network = self.editor
         self.best = copy_of(self.editor)
         self.parts = config.split
@@ -297,6 +303,17 @@ class Train(Run):
             scratch.write_text(json.dumps(about, indent=2) + "\n")
         with atomic_file(self.folder.path / "metrics.jsonl") as scratch:
             scratch.write_text("".join(json.dumps(record) + "\n" for record in self.metrics))
+
+
+def _trained_editor(folder: str | Path, model: TaskModel, config: TrainConfig) -> tuple[TrainableEditor, TrainConfig]:
+    """A trained editor to start from, and the config with its settings."""
+    editor = load_editor(folder, model.device)
+    editor.check_fits(model)
+    if config.editor not in (editor.config, editor_config_class(config.method)()) or config.method != editor.name:
+        raise MismatchError(f"the editor in {folder} has other settings than editor.* here; leave these out")
+    if config.layers != ("*",) and matching_shapes(model, config.layers) != editor.shapes:
+        raise MismatchError(f"the editor in {folder} edits other weights than layers names; leave layers out")
+    return editor, replace(config, editor=editor.config, layers=tuple(editor.shapes))
 
 
 def _in_float32(model: TaskModel) -> TaskModel:
