@@ -85,6 +85,17 @@ def test_calibration_keeps_the_stated_share_of_false_matches(scope: Scope) -> No
     assert strict.recall <= loose.recall
 
 
+def test_calibration_on_the_active_facts(scope: Scope) -> None:
+    others = [r.input for r in REVISIONS[6:]]
+    scope.index([r.input for r in REVISIONS[:6]])
+    assert scope.calibrate_index(others, false_matches=0.0).false_matches == 0
+    assert scope.match(others) == [None] * len(others)
+    loose = scope.calibrate_index([*others, REVISIONS[0].input], false_matches=0.5)  # a fact's own input does not count
+    assert sum(found is not None for found in scope.match(others)) == loose.false_matches * len(others) == 3
+    with pytest.raises(InputError, match="index facts first"):
+        scope.index([]).calibrate_index(others)
+
+
 def test_calibration_without_paraphrases_has_no_recall(scope: Scope) -> None:
     bare = [replace(r, rephrases=()) for r in REVISIONS]
     assert scope.calibrate(bare).recall is None

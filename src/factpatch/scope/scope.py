@@ -103,7 +103,9 @@ class Scope:
         return scope
 
     @classmethod
-    def plain(cls, model: TaskModel, revisions: Sequence[Revision], false_matches: float = 0.005) -> Self:
+    def plain(
+        cls, model: TaskModel, revisions: Sequence[Revision], false_matches: float = 0.005, facts: int = 1024
+    ) -> Self:
         """A scope without training: the centred cosine of the one layer that finds most paraphrases of these facts."""
         if len(revisions) < 2:
             raise InputError(f"expected at least two facts to calibrate a scope, found {len(revisions)}")
@@ -111,7 +113,7 @@ class Scope:
         for layer in range(1, spread_layers(model)[-1] + 1):
             features = text_features(model, [r.input for r in revisions], [layer])
             scope = cls(model, [layer], features.mean(0), torch.ones_like(features[0]))
-            found = scope.calibrate(revisions, false_matches)
+            found = scope.calibrate(revisions, false_matches, facts)
             if best is None or (found.recall or 0) > (best.calibrated.recall or 0):
                 best = scope
         assert best is not None
@@ -136,9 +138,8 @@ class Scope:
         anchors = inputs[:facts]
         cosines = inputs @ anchors.T  # (inputs, facts)
         cosines.diagonal().fill_(-1)
-        nearest = cosines.amax(1).sort(descending=True).values
-        allowed = int(false_matches * len(nearest))
-        threshold = float(nearest[allowed].clamp(max=1)) + 1e-4  # just above the first that is not allowed
+        nearest = cosines.amax(1)
+        threshold = _threshold(nearest, false_matches)
         owners = [n for n, r in enumerate(active[:facts]) for _ in _paraphrases(r)]
         recall = None
         if owners:
@@ -148,6 +149,21 @@ class Scope:
             recall = float((right & (best.values >= threshold)).float().mean())
         wrong = float((nearest >= threshold).float().mean())
         self.calibration = Calibration(threshold, recall, wrong, len(anchors))
+        return self.calibration
+
+    def calibrate_index(self, others: Sequence[str], false_matches: float = 0.005) -> Calibration:
+        """Chooses the threshold for the active facts: the stated share of `others` may be matched to one of them.
+
+        `others` is a sample of inputs that are about none of the active facts. That fits the threshold to how many
+        facts are active and how much they resemble ordinary inputs, which `calibrate` can only estimate.
+        """
+        unknown = [text for text in dict.fromkeys(others) if normalize(text) not in self.known]
+        if not self.facts or not unknown:
+            raise InputError("expected active facts and at least one other input to calibrate on; index facts first")
+        nearest = (self.embed(unknown) @ self.anchors.T).amax(1)
+        threshold = _threshold(nearest, false_matches)
+        wrong = float((nearest >= threshold).float().mean())
+        self.calibration = Calibration(threshold, None, wrong, self.facts)
         return self.calibration
 
     # Using it
@@ -236,6 +252,12 @@ class Scope:
             return cls(model, layers, tensors["mean"], tensors["scale"], tensors.get("projection"), calibration)
         except (KeyError, TypeError, ValueError) as error:
             raise FileError(f"{path} is not a complete scope ({error}); train it again") from error
+
+
+def _threshold(nearest: Tensor, false_matches: float) -> float:
+    """The lowest threshold that at most the given share of these cosines reaches."""
+    allowed = int(false_matches * len(nearest))
+    return float(nearest.sort(descending=True).values[allowed]) + 1e-4  # just above the first that is one too many
 
 
 def _paraphrases(revision: Revision, most: int | None = None) -> list[str]:

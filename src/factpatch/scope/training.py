@@ -66,9 +66,8 @@ def learn_projection(
             if step % 100 == 0:
                 nearest = nearest_facts(F.normalize(projection(features[first]).detach(), dim=-1), 12)
             left, right = _draw(wordings, nearest, config, rng)
-            cosines = (
-                F.normalize(projection(features[left]), dim=-1) @ F.normalize(projection(features[right]), dim=-1).T
-            )
+            one, other = (F.normalize(projection(features[rows]), dim=-1) for rows in (left, right))
+            cosines = one @ other.T
             logits = log_scale.exp() * cosines + bias  # (facts, facts), own wordings on the diagonal
             signs = 2 * torch.eye(len(left), device=logits.device) - 1
             loss = -F.logsigmoid(signs * logits).sum() / len(left)
