@@ -22,7 +22,7 @@ CONFIG = ScopeConfig(dimensions=16, steps=60, learning_rate=1e-2)
 
 def revision(subject: str) -> Revision:
     wordings = (f"where is the city called {subject}", f"what country is {subject} in")
-    return Revision(subject, f"what is the capital of {subject} ?", "", (), wordings, (), ())
+    return Revision(subject, f"what is the capital of {subject} ?", "paris", (), wordings, (), ())
 
 
 REVISIONS = [revision(subject) for subject in CITIES]
@@ -164,3 +164,13 @@ def test_scoped_prediction_refuses_what_does_not_belong_together(model: TaskMode
         predict_scoped(model, scope, [patch], ["who leads france"])
     with patch.applied(model), pytest.raises(InputError, match="unedited model"):
         scope.match(["who leads france"])
+
+
+def test_the_command_writes_a_scope_that_loads(run, model: TaskModel, tmp_path: Path) -> None:
+    model.save(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text("".join(f"{r.to_json()}\n" for r in REVISIONS))
+    arguments = ["--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--device", "cpu", "--steps", 5]
+    result = run("scope", "train", *arguments, "--output", tmp_path / "scope.safetensors", "--json").json
+    loaded = Scope.load(tmp_path / "scope.safetensors", model)
+    assert loaded.calibrated.threshold == result["threshold"]
+    assert set(result) == {"threshold", "recall", "false_matches", "facts", "seconds"}
