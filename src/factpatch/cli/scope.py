@@ -20,7 +20,7 @@ def train(
     data: Annotated[Path, typer.Option(help="Revisions with paraphrases, written by factpatch revise.")],
     output: Annotated[Path, typer.Option(help="The scope file to write (.safetensors).")],
     facts: Annotated[int, typer.Option(min=10, help="Maximum number of facts to train on.")] = 12_000,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1000,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1500,
     false_matches: Annotated[
         float, typer.Option(help="Share of other inputs that may be taken for one of 1,024 active facts.")
     ] = 0.005,

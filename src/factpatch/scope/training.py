@@ -18,11 +18,11 @@ class ScopeConfig:
     """How a scope is trained."""
 
     dimensions: int = 256  # of the projection
-    steps: int = 1000
+    steps: int = 1500
     seeds_per_step: int = 48  # facts drawn at random; each brings `neighbours` of its nearest other facts along
     neighbours: int = 5
     learning_rate: float = 1e-3
-    paraphrases: int = 4  # per fact that are used, of each kind
+    paraphrases: int = 2  # per fact that are used, of each kind
     facts: int = 12_000  # that are used, at most
     held_out: int = 1024  # facts that only the threshold is chosen on
     false_matches: float = 0.005  # share of other inputs that may be taken for one of the active facts
