@@ -21,6 +21,7 @@ FLOORS = [
     {"models"},
     {"data"},
     {"editors"},
+    {"scope"},
     {"covariance"},
     {"solving"},
     {"merging"},

@@ -1,0 +1,50 @@
+"""factpatch scope: train what decides which fact an input is about."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from factpatch.cli.common import Device, Json, Model, Seed, prepare, print_json, show_counts, status_bar
+
+app = typer.Typer(help="Train a scope, which decides which of many facts an input is about.", no_args_is_help=True)
+
+
+@app.command()
+def train(
+    model: Model,
+    data: Annotated[Path, typer.Option(help="Revisions with paraphrases, written by factpatch revise.")],
+    output: Annotated[Path, typer.Option(help="The scope file to write (.safetensors).")],
+    facts: Annotated[int, typer.Option(min=10, help="Maximum number of facts to train on.")] = 12_000,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1500,
+    false_matches: Annotated[
+        float, typer.Option(help="Share of other inputs that may be taken for one of 1,024 active facts.")
+    ] = 0.005,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Train a scope for a model on the paraphrases of a revision file.
+
+    Example: factpatch scope train --model runs/qa --data qa-train.jsonl --output qa-scope.safetensors
+    """
+    start = time.perf_counter()
+    from factpatch.data.revisions import read_revisions
+    from factpatch.files import check_writable
+    from factpatch.models import load_model
+    from factpatch.scope import Scope, ScopeConfig
+
+    prepare(seed)
+    config = ScopeConfig(facts=facts, steps=steps, false_matches=false_matches, seed=seed)
+    check_writable(output)
+    revisions = list(read_revisions(data))
+    loaded = load_model(model, device)
+    with status_bar("training the scope") as update:
+        scope = Scope.train(loaded, revisions, config, lambda stage, share: update(share, stage))
+    scope.save(output)
+    result = {**asdict(scope.calibrated), "seconds": time.perf_counter() - start}
+    print_json(result) if as_json else show_counts(result, output)

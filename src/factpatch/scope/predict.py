@@ -1,0 +1,35 @@
+"""Prediction in which each input is answered under the patch of the fact that it is about, or by the model as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from factpatch.errors import InputError, MismatchError
+from factpatch.models import TaskModel
+from factpatch.patch import Patch
+from factpatch.scope.features import predict_with_features
+from factpatch.scope.scope import Scope
+
+
+def predict_scoped(model: TaskModel, scope: Scope, patches: Sequence[Patch], inputs: Sequence[str]) -> list[str]:
+    """The answer to each input under the patch of its own fact; `patches` are in the order of the scope's index.
+
+    The forward passes that answer the inputs unpatched also supply the hidden states that the scope reads, so the cost
+    is that of plain prediction plus the matched inputs once more.
+    """
+    if scope.model.fingerprint != model.fingerprint:
+        raise MismatchError("the scope was made for another model; load the one that belongs to this model")
+    if len(patches) != scope.facts:
+        raise InputError(f"expected one patch per indexed fact, found {len(patches)} patches and {scope.facts} facts")
+    if model.patches:
+        raise InputError("a scope reads inputs with the unedited model; revert the patches on the model first")
+    for text in inputs:
+        model.check_input(text)
+    answers, features = predict_with_features(model, model.encode(inputs), scope.layers)
+    matches = scope.match_vectors(inputs, scope.project(features))
+    # Rows that share a patched batch are padded to the longest, so inputs of similar length go together.
+    matched = sorted((i for i, fact in enumerate(matches) if fact is not None), key=lambda i: len(inputs[i]))
+    under = [patches[fact] for i in matched if (fact := matches[i]) is not None]
+    for i, answer in zip(matched, model.predict_patched(under, [inputs[i] for i in matched]), strict=True):
+        answers[i] = answer
+    return answers

@@ -1,0 +1,270 @@
+"""The scope of one model: an index of active facts, and the threshold above which an input is about one of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from factpatch.data.holdout import hash_shuffled
+from factpatch.data.revisions import Revision
+from factpatch.errors import FileError, InputError, MismatchError
+from factpatch.facts import FactEdit, normalize
+from factpatch.files import atomic_file
+from factpatch.models import TaskModel
+from factpatch.scope.features import spread_layers, text_features
+from factpatch.scope.training import ScopeConfig, learn_projection
+
+FORMAT = "factpatch-scope-1"
+QUERIES_AT_ONCE = 4096  # inputs that are compared with all facts together
+Fact = FactEdit | str | Sequence[str]  # an edit, its input, or its input followed by known paraphrases
+Report = Callable[[str, float], object]  # told the stage of training and the share of it that is done
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the threshold was chosen on, and what it gives there."""
+
+    threshold: float  # cosine from which on an input is taken to be about a fact
+    recall: float | None  # share of paraphrases matched to their own fact; None where no paraphrases were given
+    false_matches: float  # share of inputs matched to a fact that is not their own
+    facts: int  # active at once
+
+
+class Scope:
+    """Decides which active fact, if any, an input is about.
+
+    An input is represented by z = P (h − μ) / σ, where h holds the mean hidden states of its tokens at `layers`. It is
+    about the fact whose z has the highest cosine with its own, if that cosine reaches the threshold. An input equal to
+    a known wording of a fact, after normalising, is always about that fact. P is learned by `train`; `plain` makes a
+    scope without it.
+    """
+
+    def __init__(
+        self,
+        model: TaskModel,
+        layers: Sequence[int],
+        mean: Tensor,
+        scale: Tensor,
+        projection: Tensor | None = None,
+        calibration: Calibration | None = None,
+    ):
+        self.model = model
+        self.layers = tuple(layers)
+        self.mean, self.scale = mean.to(model.device), scale.to(model.device)  # (features,)
+        self.projection = None if projection is None else projection.to(model.device)  # (dimensions, features)
+        self.calibration = calibration
+        self.index([])
+
+    # Making one
+
+    @classmethod
+    def train(
+        cls,
+        model: TaskModel,
+        revisions: Sequence[Revision],
+        config: ScopeConfig | None = None,
+        report: Report = lambda stage, share: None,
+    ) -> Self:
+        """Learns the projection on revisions with paraphrases; the threshold is chosen on facts held out of them."""
+        config = config or ScopeConfig()
+        order = hash_shuffled([r for r in revisions if _paraphrases(r)], config.seed)[: config.facts + config.held_out]
+        held_out = min(config.held_out, len(order) // 5)
+        if held_out < 2:
+            raise InputError(f"expected at least 10 facts with paraphrases to train a scope, found {len(order)}")
+        texts = [[r.input, *_paraphrases(r, config.paraphrases)] for r in order[held_out:]]
+        flat = [text for group in texts for text in group]
+        layers = spread_layers(model)
+        done = 0
+
+        def on_texts(count: int) -> None:
+            nonlocal done
+            done += count
+            report("reading texts", done / len(flat))
+
+        features = text_features(model, flat, layers, on_texts)
+        mean, scale = features.mean(0), features.std(0).clamp_min(1e-6)
+        features = features.sub_(mean).div_(scale)
+        ends = torch.tensor([len(group) for group in texts]).cumsum(0).tolist()
+        wordings = [range(end - len(group), end) for end, group in zip(ends, texts, strict=True)]
+        projection = learn_projection(
+            features, wordings, config, lambda step: report("training", (step + 1) / config.steps)
+        )
+        scope = cls(model, layers, mean, scale, projection)
+        scope.calibrate(order[:held_out], config.false_matches)
+        return scope
+
+    @classmethod
+    def plain(
+        cls, model: TaskModel, revisions: Sequence[Revision], false_matches: float = 0.005, facts: int = 1024
+    ) -> Self:
+        """A scope without training: the centred cosine of the one layer that finds most paraphrases of these facts."""
+        if len(revisions) < 2:
+            raise InputError(f"expected at least two facts to calibrate a scope, found {len(revisions)}")
+        best: Self | None = None
+        for layer in range(1, spread_layers(model)[-1] + 1):
+            features = text_features(model, [r.input for r in revisions], [layer])
+            scope = cls(model, [layer], features.mean(0), torch.ones_like(features[0]))
+            found = scope.calibrate(revisions, false_matches, facts)
+            if best is None or (found.recall or 0) > (best.calibrated.recall or 0):
+                best = scope
+        assert best is not None
+        return best
+
+    @property
+    def calibrated(self) -> Calibration:
+        if self.calibration is None:
+            raise InputError("this scope has no threshold yet; call its calibrate method first")
+        return self.calibration
+
+    def calibrate(self, revisions: Sequence[Revision], false_matches: float = 0.005, facts: int = 1024) -> Calibration:
+        """Chooses the threshold that lets the stated share of inputs be matched to a fact that is not their own.
+
+        Up to `facts` of the revisions are active at once. Each input of a revision is compared with all active facts
+        but its own, and each paraphrase with all of them. The more facts are active, the higher the threshold must be.
+        """
+        active = list({normalize(r.input): r for r in revisions}.values())  # one fact for each input
+        if len(active) < 2:
+            raise InputError(f"expected at least two different facts to calibrate a scope, found {len(active)}")
+        inputs = self.embed([r.input for r in active])
+        anchors = inputs[:facts]
+        cosines = inputs @ anchors.T  # (inputs, facts)
+        cosines.diagonal().fill_(-1)
+        nearest = cosines.amax(1)
+        threshold = _threshold(nearest, false_matches)
+        owners = [n for n, r in enumerate(active[:facts]) for _ in _paraphrases(r)]
+        recall = None
+        if owners:
+            paraphrases = self.embed([text for r in active[:facts] for text in _paraphrases(r)])
+            best = (paraphrases @ anchors.T).max(1)
+            right = best.indices == torch.tensor(owners, device=best.indices.device)
+            recall = float((right & (best.values >= threshold)).float().mean())
+        wrong = float((nearest >= threshold).float().mean())
+        self.calibration = Calibration(threshold, recall, wrong, len(anchors))
+        return self.calibration
+
+    def calibrate_index(self, others: Sequence[str], false_matches: float = 0.005) -> Calibration:
+        """Chooses the threshold for the active facts: the stated share of `others` may be matched to one of them.
+
+        `others` is a sample of inputs that are about none of the active facts. That fits the threshold to how many
+        facts are active and how much they resemble ordinary inputs, which `calibrate` can only estimate.
+        """
+        unknown = [text for text in dict.fromkeys(others) if normalize(text) not in self.known]
+        if not self.facts or not unknown:
+            raise InputError("expected active facts and at least one other input to calibrate on; index facts first")
+        nearest = (self.embed(unknown) @ self.anchors.T).amax(1)
+        threshold = _threshold(nearest, false_matches)
+        wrong = float((nearest >= threshold).float().mean())
+        self.calibration = Calibration(threshold, None, wrong, self.facts)
+        return self.calibration
+
+    # Using it
+
+    def index(self, facts: Sequence[Fact]) -> Self:
+        """Makes these the active facts, in place of earlier ones. Paraphrases listed after an input help to find it."""
+        wordings = [_wordings(fact) for fact in facts]
+        self.known: dict[str, int] = {}
+        for number, (x, *_) in enumerate(wordings):
+            if self.known.setdefault(normalize(x), number) != number:
+                raise InputError(f"two active facts have the same input, {x!r}; replace one of them")
+        for number, texts in enumerate(wordings):
+            for text in texts[1:]:
+                self.known.setdefault(normalize(text), number)
+        self.facts = len(wordings)
+        self.owners = torch.tensor([n for n, texts in enumerate(wordings) for _ in texts], dtype=torch.long)
+        self.owners = self.owners.to(self.model.device)  # (wordings,) the fact that each belongs to
+        self.anchors = self.embed([text for texts in wordings for text in texts])  # (wordings, dimensions)
+        return self
+
+    def embed(self, texts: Sequence[str]) -> Tensor:
+        """Unit vectors whose cosines are compared: (texts, dimensions)."""
+        if self.model.patches:
+            raise InputError("a scope reads inputs with the unedited model; revert the patches on the model first")
+        return self.project(text_features(self.model, texts, self.layers))
+
+    def project(self, features: Tensor) -> Tensor:
+        """Pooled hidden states as unit vectors."""
+        z = (features - self.mean) / self.scale
+        return F.normalize(z if self.projection is None else z @ self.projection.T, dim=-1)
+
+    def match(self, inputs: Sequence[str]) -> list[int | None]:
+        """The number of the active fact that each input is about, or None."""
+        return self.match_vectors(inputs, self.embed(inputs)) if self.facts else [None] * len(inputs)
+
+    def match_vectors(self, inputs: Sequence[str], vectors: Tensor) -> list[int | None]:
+        """Matches inputs whose unit vectors are known already."""
+        if not self.facts:
+            return [None] * len(inputs)
+        threshold = self.calibrated.threshold
+        found: list[int | None] = []
+        for part in vectors.split(QUERIES_AT_ONCE):
+            best = (part @ self.anchors.T).max(1)
+            owners = self.owners[best.indices].where(best.values >= threshold, -1)
+            found += [None if owner < 0 else owner for owner in owners.tolist()]
+        return [self.known.get(normalize(text), owner) for text, owner in zip(inputs, found, strict=True)]
+
+    # In a file
+
+    def save(self, path: str | Path) -> None:
+        """Writes one safetensors file: projection, threshold and the model's fingerprint. Facts are not saved."""
+        found = self.calibrated
+        tensors = {"mean": self.mean, "scale": self.scale}
+        if self.projection is not None:
+            tensors["projection"] = self.projection
+        metadata = {
+            "format": FORMAT,
+            "base": self.model.fingerprint,
+            "layers": json.dumps(self.layers),
+            "calibration": json.dumps([found.threshold, found.recall, found.false_matches, found.facts]),
+        }
+        with atomic_file(path) as scratch:
+            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, scratch, metadata)
+
+    @classmethod
+    def load(cls, path: str | Path, model: TaskModel) -> Self:
+        """A scope from its file, for the model that it was made for."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        except FileNotFoundError:
+            raise FileError(f"no scope file at {path}; check the path") from None
+        except (SafetensorError, OSError) as error:
+            raise FileError(f"{path} is not a readable scope file ({error}); it may be truncated") from error
+        if (kind := metadata.get("format", "none")) != FORMAT:
+            raise FileError(f"{path}: expected format {FORMAT}, found {kind}; it is not a scope of this version")
+        if metadata.get("base") != model.fingerprint:
+            raise MismatchError(
+                f"{path} was made for weights {metadata.get('base', 'unknown')[:12]}, this model has "
+                f"{model.fingerprint[:12]}; load the model it was made for, or train a scope for this one"
+            )
+        try:
+            calibration = Calibration(*json.loads(metadata["calibration"]))
+            layers = json.loads(metadata["layers"])
+            return cls(model, layers, tensors["mean"], tensors["scale"], tensors.get("projection"), calibration)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileError(f"{path} is not a complete scope ({error}); train it again") from error
+
+
+def _threshold(nearest: Tensor, false_matches: float) -> float:
+    """The lowest threshold that at most the given share of these cosines reaches."""
+    allowed = int(false_matches * len(nearest))
+    return float(nearest.sort(descending=True).values[allowed]) + 1e-4  # just above the first that is one too many
+
+
+def _paraphrases(revision: Revision, most: int | None = None) -> list[str]:
+    return [*revision.rephrases[:most], *revision.human_rephrases[:most]]
+
+
+def _wordings(fact: Fact) -> list[str]:
+    if isinstance(fact, FactEdit):
+        return [fact.x]
+    return [fact] if isinstance(fact, str) else list(fact)

@@ -1,0 +1,102 @@
+"""Learning a projection in which paraphrases of a fact lie close together and all other facts further away."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from factpatch.errors import InputError
+
+
+@dataclass(frozen=True)
+class ScopeConfig:
+    """How a scope is trained."""
+
+    dimensions: int = 256  # of the projection
+    steps: int = 1500
+    seeds_per_step: int = 48  # facts drawn at random; each brings `neighbours` of its nearest other facts along
+    neighbours: int = 5
+    learning_rate: float = 1e-3
+    paraphrases: int = 2  # per fact that are used, of each kind
+    facts: int = 12_000  # that are used, at most
+    held_out: int = 1024  # facts that only the threshold is chosen on
+    false_matches: float = 0.005  # share of other inputs that may be taken for one of the active facts
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("dimensions", "steps", "seeds_per_step", "neighbours", "paraphrases", "facts", "held_out"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if not 0 <= self.false_matches < 1:
+            raise InputError(f"false_matches must be at least 0 and below 1, found {self.false_matches}")
+
+
+def learn_projection(
+    features: Tensor,
+    wordings: Sequence[Sequence[int]],
+    config: ScopeConfig,
+    on_step: Callable[[int], object] = lambda step: None,
+) -> Tensor:
+    """A linear map of standardised features, (dimensions, features), whose cosines tell facts apart.
+
+    `wordings` lists, for each fact, the rows of `features` that belong to it. Every step draws two wordings of each
+    of a number of facts that are hard to tell apart, and scores all pairs with a logistic loss (SigLIP; Zhai et al.,
+    2023). Unlike a softmax over the batch, that loss asks for one threshold that suits every fact.
+    """
+    rng = random.Random(config.seed)
+    projection = nn.Linear(features.shape[1], config.dimensions, bias=False)
+    generator = torch.Generator().manual_seed(config.seed)
+    nn.init.orthogonal_(projection.weight, generator=generator)
+    projection.to(features.device)
+    log_scale = nn.Parameter(torch.tensor(3.0, device=features.device))
+    bias = nn.Parameter(torch.tensor(-10.0, device=features.device))
+    optimizer = torch.optim.Adam(
+        [{"params": projection.parameters(), "lr": config.learning_rate}, {"params": [log_scale, bias], "lr": 1e-2}]
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / config.steps)
+    first = torch.tensor([rows[0] for rows in wordings])
+    nearest: list[list[int]] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        for step in range(config.steps):
+            if step % 100 == 0:
+                nearest = nearest_facts(F.normalize(projection(features[first]).detach(), dim=-1), 12)
+            left, right = _draw(wordings, nearest, config, rng)
+            one, other = (F.normalize(projection(features[rows]), dim=-1) for rows in (left, right))
+            cosines = one @ other.T
+            logits = log_scale.exp() * cosines + bias  # (facts, facts), own wordings on the diagonal
+            signs = 2 * torch.eye(len(left), device=logits.device) - 1
+            loss = -F.logsigmoid(signs * logits).sum() / len(left)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            on_step(step)
+    return projection.weight.detach()
+
+
+def nearest_facts(vectors: Tensor, count: int) -> list[list[int]]:
+    """The numbers of the facts most like each fact, by cosine; computed in slices to bound memory."""
+    found: list[list[int]] = []
+    count = min(count, len(vectors) - 1)
+    for start in range(0, len(vectors), 1024):
+        cosines = vectors[start : start + 1024] @ vectors.T
+        cosines.diagonal(start).fill_(-2)
+        found += cosines.topk(count, dim=1).indices.tolist()
+    return found
+
+
+def _draw(
+    wordings: Sequence[Sequence[int]], nearest: Sequence[Sequence[int]], config: ScopeConfig, rng: random.Random
+) -> tuple[list[int], list[int]]:
+    """Two wordings of each of some facts and of facts that are like them."""
+    seeds = rng.sample(range(len(wordings)), min(config.seeds_per_step, len(wordings)))
+    drawn = dict.fromkeys(seeds)
+    for fact in seeds:
+        drawn.update(dict.fromkeys(rng.sample(nearest[fact], min(config.neighbours, len(nearest[fact])))))
+    pairs = [rng.sample(list(wordings[fact]), 2) for fact in drawn]
+    return [one for one, _ in pairs], [other for _, other in pairs]
