@@ -1,4 +1,4 @@
-# Every target sets up what it needs. `make demo` and `make test` are all a newcomer has to know.
+# Every target installs what it needs first. `make demo` and `make test` are the two to start with.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,14 +7,14 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 .PHONY: demo test lint format bench docs world world-check clean
 
 demo: $(VENV)/.ready
-	@echo "demo: a small model that knows the world of 2018; what has changed since is patched, fact by fact"
+	@echo "demo: patches a small model that knows the world of 2018 with what has changed since, one fact at a time"
 	@$(BIN)/factpatch demo
 
 test: $(VENV)/.ready-dev
 	@echo "test: running the tests"
 	@$(BIN)/pytest
-	@echo "test: running the GPU's kernels in Triton's interpreter"
-	@TRITON_INTERPRET=1 $(BIN)/pytest tests/test_kernels.py || [ $$? -eq 5 ] # no tests: no Triton for this system
+	@echo "test: running the GPU kernels in Triton's interpreter"
+	@TRITON_INTERPRET=1 $(BIN)/pytest tests/test_kernels.py || [ $$? -eq 5 ] # no tests are found on systems without Triton
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check src tests tools docs
@@ -31,7 +31,7 @@ bench: $(VENV)/.ready
 docs: $(VENV)/.ready-dev
 	$(BIN)/python docs/make_cli.py
 
-# The embedded model and editor, from their facts: under half an hour on two cores. Then what they can do.
+# Trains the embedded model and editor: under half an hour on two cores. `make world-check` measures them.
 world: $(VENV)/.ready-dev
 	OMP_NUM_THREADS=2 $(BIN)/python tools/make_world.py
 
@@ -41,10 +41,10 @@ world-check: $(VENV)/.ready-dev
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache
 
-# torch is asked for exactly and first: a looser request can bring gigabytes of GPU packages along.
+# torch comes first and in exactly this version: a looser requirement can pull in gigabytes of GPU packages.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "factpatch needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
-	@test -x $(BIN)/python || { echo "setup: making a virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/python || { echo "setup: creating a virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "setup: installing torch (about 200 MB)"
 	@$(PIP) torch==2.13.0
 	@echo "setup: installing factpatch"
@@ -52,6 +52,6 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	@echo "setup: installing what the tests need"
+	@echo "setup: installing the tests' dependencies"
 	@$(PIP) --editable '.[dev]'
 	@touch $@

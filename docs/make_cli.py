@@ -1,8 +1,9 @@
-"""Writes docs/cli.md from the program itself: `make docs`. A test keeps the page up to date."""
+"""Writes docs/cli.md from the help texts of the program: `make docs`. A test checks that the page is up to date."""
 
 from __future__ import annotations
 
 import inspect
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,27 @@ from factpatch.cli import app
 PAGE = Path(__file__).parent / "cli.md"
 INTRO = """# Command line
 
-Results go to stdout, progress and messages to stderr. Exit 0, 1 for an error that the message explains, 2 for wrong
-usage. This page is made from the program by `make docs`.
+Results go to stdout, progress and messages to stderr. The exit code is 0 on success, 1 for an error that the message
+explains, and 2 for wrong usage. `make docs` writes this page from the program.
 
-With `--json` a command prints one object. Rates are between 0 and 1, null where there was nothing to measure:
+With `--json`, a command prints one JSON object. Rates are between 0 and 1, and null if there was nothing to measure.
 """
 KEYS = {
     "fit": "accuracy exact_match seconds",
     "paraphrase, revise": "records kept with_alternative with_paraphrase bad seconds",
     "edit": "before after target success patch",
-    "evaluate, demo": "success retain equivalence equivalence_human deterioration edits retain_inputs seconds",
-    "train": "success retain equivalence equivalence_human deterioration edits seconds steps edits_per_second margin",
+    "edit --facts": "success failed bad edits seconds",
+    "ask": "answers patches",
+    "patch apply": "patches model output facts lost",
+    "evaluate, demo, train": "success retain equivalence equivalence_human deterioration edits seconds",
+    "evaluate, demo": "retain_inputs",
+    "train": "steps edits_per_second margin",
     "bench": "edits_per_second reference_edits_per_second speedup limit_edits_per_second fraction_of_limit",
 }
 
 
 def commands(command: Any, path: str) -> list[tuple[str, Any]]:
-    """Every command with its full name, groups left out."""
+    """All commands with their full names; a group contributes its commands."""
     inner = getattr(command, "commands", None)
     if inner is None:
         return [(path, command)]
@@ -37,7 +42,7 @@ def commands(command: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def section(name: str, command: Any) -> str:
-    rows = ["| option | default | meaning |", "|---|---|---|"]
+    options = []
     for parameter in command.params:
         if parameter.name == "help":
             continue
@@ -46,17 +51,18 @@ def section(name: str, command: Any) -> str:
         shown += "..." if parameter.nargs == -1 else ""
         shown += f" {parameter.metavar}" if parameter.metavar and not is_argument else ""
         unset = parameter.default is None or parameter.default is False or callable(parameter.default)
-        default = "required" if parameter.required else "" if unset else f"`{parameter.default}`"
-        rows.append(f"| `{shown}` | {default} | {getattr(parameter, 'help', None) or ''} |")
+        default = " (required)" if parameter.required else "" if unset else f" (default `{parameter.default}`)"
+        option = f"- `{shown}`{default}: {getattr(parameter, 'help', None) or ''}"
+        options.append(textwrap.fill(option, 120, subsequent_indent="  ", break_on_hyphens=False))
     text = inspect.cleandoc(command.help or "")
     about, _, example = text.partition("Example: ")
-    return f"## {name}\n\n{about.strip()}\n\n```\n{example.strip()}\n```\n\n" + "\n".join(rows) + "\n"
+    return f"## {name}\n\n{about.strip()}\n\n```\n{example.strip()}\n```\n\n" + "\n".join(options) + "\n"
 
 
 def page() -> str:
     keys = "\n".join(f"| {names} | {' '.join(f'`{key}`' for key in found.split())} |" for names, found in KEYS.items())
     sections = [section(name, command) for name, command in commands(typer.main.get_command(app), "factpatch")]
-    return "\n".join([f"{INTRO}\n| command | keys, among others |\n|---|---|\n{keys}\n", *sections])
+    return "\n".join([f"{INTRO}\n| command | keys |\n|---|---|\n{keys}\n", *sections])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ QUESTIONS = [
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait for each other lose a lot
 
-if tiny.DEVICE != "cpu":  # differences of rounding that are small enough to compare by
+if tiny.DEVICE != "cpu":  # so that rounding errors are small enough for comparisons
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision = lambda precision: None
 
@@ -62,14 +62,14 @@ def claims(checker: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A classifier of three other labels, with dropout, as a start."""
+    """A classifier with three other labels and with dropout, to start a training from."""
     folder = tmp_path_factory.mktemp("base") / "model"
     tiny.build("bert", initializer_range=0.05).save(folder)
     return folder
 
 
 def loud_editor(model: TaskModel) -> HyperNetwork:
-    """An untrained editor whose updates are large enough to change what the model says."""
+    """An untrained editor whose updates are large enough to change the model's answers."""
     torch.manual_seed(1)
     editor = HyperNetwork.for_model(model, EditorConfig(width=64, bottleneck=16, lstm=8))
     with torch.no_grad():
@@ -96,7 +96,7 @@ def assert_untouched(model: TaskModel, before: dict[str, torch.Tensor]) -> None:
 
 
 class Ran:
-    """What became of a command."""
+    """The exit status and the output of a command."""
 
     def __init__(self, code: int, out: str, err: str):
         self.code, self.out, self.err = code, out, err
@@ -113,7 +113,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     """Runs `factpatch` with the given arguments."""
 
     def command(*arguments: object) -> Ran:
-        capsys.readouterr()  # what the test itself has printed is not the command's
+        capsys.readouterr()  # output of the test itself, which is not the command's
         with pytest.raises(SystemExit) as stop:
             main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
@@ -125,7 +125,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
 
 @pytest.fixture
 def one_thread() -> Any:
-    """Sums are then added up in the same order as in a process of its own."""
+    """Computes sums in the same order as a process with one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

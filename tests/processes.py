@@ -1,4 +1,4 @@
-"""Runs that are stopped, killed and resumed: helpers."""
+"""Helpers for runs that are stopped, killed and resumed, and for several processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Stopped(Exception):
 
 
 def stop_at(step: int) -> Callable[[Any], None]:
-    """A watcher that ends the run, as a crash would, once it has come so far."""
+    """A watcher that ends the run at a step, as a crash would."""
 
     def watch(status: Any) -> None:
         if status.step >= step:
@@ -28,24 +28,32 @@ def stop_at(step: int) -> Callable[[Any], None]:
 
 def run_aside(arguments: list[str], **options: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **options)
 
 
-def wait_for(process: subprocess.Popen[str], folder: Path) -> None:
-    """Until the first checkpoint is there."""
-    while process.poll() is None and not any(folder.glob("step-*")):
+HANG = 1800  # seconds after which a test gives up; a busy machine may need many times what an idle one does
+
+
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], object]) -> None:
+    """Waits until the condition holds or the process has ended."""
+    while process.poll() is None and not condition():
         time.sleep(0.01)
 
 
-def stopped_by_sigterm(command: list[Any], checkpoints: Path, after: float = 0.0, timeout: float = 30) -> str:
-    """What a command of ours says, in its errors, that is asked to stop once its first checkpoint is there."""
+def last_step(checkpoints: Path) -> int:
+    """The step of the newest checkpoint, 0 if there is none."""
+    return max((int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*")), default=0)
+
+
+def stopped_by_sigterm(command: list[Any], checkpoints: Path) -> str:
+    """Runs a command, asks it to stop once it has made a few steps, and returns what it writes to stderr."""
     arguments = ["-m", "factpatch", *map(str, command)]
     with run_aside(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
-            wait_for(process, checkpoints)
-            time.sleep(after)
+            wait_for(process, lambda: last_step(checkpoints) > 0)
             process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(timeout=HANG)
         finally:
             process.kill()
     assert process.returncode == 1
@@ -54,21 +62,22 @@ def stopped_by_sigterm(command: list[Any], checkpoints: Path, after: float = 0.0
     return err
 
 
-# Registered first, so run last: what a process still shares then can abort it, though not every time.
+# Registered first, so called last. A process that is still connected to others then may or may not be aborted; this
+# makes it fail every time.
 PARTED = """
 import atexit, os, torch
 atexit.register(lambda: torch.distributed.is_initialized() and os._exit(3))
 """
 
 
-def run_in_two_processes(script: Path, *arguments: str, timeout: float = 90) -> str:
-    """What the script prints when two processes run it together, and part at its end."""
+def run_in_two_processes(script: Path, *arguments: str) -> str:
+    """What the script prints when two processes run it together."""
     together = script.with_name("together.py")
     together.write_text(PARTED + script.read_text())
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(together)]
     with run_aside([*launcher, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(timeout=HANG)
         finally:
             process.terminate()  # the launcher then ends its processes too
     assert process.returncode == 0, err

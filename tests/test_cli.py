@@ -1,18 +1,26 @@
-"""The command line as a user meets it."""
+"""The command line: edit, ask, patch, and what all commands share."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import tiny
 import torch
 from conftest import QUESTIONS, Ran, loud_editor
 
-from factpatch.models import load_model
+from factpatch.cli import common
+from factpatch.editors import Looped
+from factpatch.editors.finetune import FineTune
+from factpatch.editors.looped import MAX_UPDATES
+from factpatch.facts import FactEdit
+from factpatch.models import TaskModel, load_model
+from factpatch.patch import Patch
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +42,7 @@ def edit(run, home: Path):
 
 
 def one_edit(home: Path) -> tuple[str, str, str]:
-    """An input, what the model says to it, and another label."""
+    """An input, the model's answer to it, and another label."""
     model = load_model(home / "model", "cpu")
     before, other = model.candidates([QUESTIONS[0]], 2)[0]
     return QUESTIONS[0], before, other
@@ -43,7 +51,7 @@ def one_edit(home: Path) -> tuple[str, str, str]:
 def test_edit_show_apply(edit, run, home: Path, tmp_path: Path) -> None:
     text, before, target = one_edit(home)
     patch = tmp_path / "p.safetensors"
-    result = edit("--input", text, "--target", target, "--save", patch, "--json").json
+    result = edit("--input", text, "--target", target, "--save", patch, "--keep-failed", "--json").json
     assert {"before", "after", "target", "success", "patch"} <= result.keys()
     assert (result["before"], result["target"], result["patch"]) == (before, target, str(patch))
     assert result["success"] == (result["after"] == target)
@@ -56,7 +64,7 @@ def test_edit_show_apply(edit, run, home: Path, tmp_path: Path) -> None:
     assert table.code == 0
     assert "12 weights" in " ".join(table.out.split())
 
-    applied = run("patch", "apply", patch, "--model", home / "model", "--output", tmp_path / "new", "--device", "cpu")
+    applied = run("patch", "apply", patch, "--model", home / "model", "--output", tmp_path / "new", "--force")
     assert applied.code == 0, applied.err
     assert load_model(tmp_path / "new", "cpu").predict([text]) == [result["after"]]
     again = run("patch", "apply", patch, "--model", home / "model", "--output", tmp_path / "new")
@@ -78,24 +86,137 @@ def test_edit_many_facts(edit, home: Path, tmp_path: Path) -> None:
     assert refused.code == 1
     assert "line 5" in refused.err
     assert not (tmp_path / "patches").exists()
-    result = edit("--facts", facts, "--save", tmp_path / "patches", "--skip-bad", "--json").json
+    result = edit("--facts", facts, "--save", tmp_path / "patches", "--keep-failed", "--skip-bad", "--json").json
     assert result["bad"] == 2
     assert [e["input"] for e in result["edits"]] == QUESTIONS
     assert len(list((tmp_path / "patches").iterdir())) == 3
-    assert 0 <= result["success"] <= 1
+    assert result["failed"] == sum(not e["success"] for e in result["edits"])
+    assert result["success"] == 1 - result["failed"] / 3
 
 
-@pytest.mark.parametrize("loop", [["--loop"], ["--loop", "3"], ["--loop=2"]])
-def test_loop_takes_a_number_or_none(edit, home: Path, loop: list[str]) -> None:
+def test_a_used_folder_is_refused_and_left_alone(edit, home: Path, tmp_path: Path) -> None:
     text, _, target = one_edit(home)
-    for arguments in ([*loop, "--input", text, "--target", target], ["--input", text, "--target", target, *loop]):
-        assert edit(*arguments).code == 0
+    facts = tmp_path / "facts.jsonl"
+    facts.write_text(json.dumps({"input": text, "target": target}))
+    patches = tmp_path / "patches"
+    assert edit("--facts", facts, "--save", patches, "--keep-failed").code == 0
+    before = {file: file.read_bytes() for file in patches.iterdir()}
+    refused = edit("--facts", facts, "--save", patches, "--keep-failed")
+    assert refused.code == 1
+    assert "in use" in refused.err
+    assert {file: file.read_bytes() for file in patches.iterdir()} == before
+
+
+class Stubborn(Looped):
+    """Makes patches that change nothing, except for the edits of some questions."""
+
+    asked: ClassVar[list[int]] = []
+    succeeds: ClassVar[tuple[str, ...]] = ()
+
+    def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
+        self.asked.append(self.updates)
+        return [
+            fine_tuned(model, edit) if edit.x in self.succeeds else Patch({}, model.fingerprint, "stub", (edit,))
+            for edit in edits
+        ]
+
+
+def test_an_edit_loops_unless_told_otherwise(edit, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("factpatch.editors.Looped", Stubborn)
+    monkeypatch.setattr(Stubborn, "asked", asked := [])
+    text, _, target = one_edit(home)
+    edit("--input", text, "--target", target)
+    edit("--input", text, "--target", target, "--max-updates", 1)
+    assert asked == [MAX_UPDATES, 1]
+    assert common.MAX_UPDATES == MAX_UPDATES
+
+
+def test_a_failed_edit_is_not_saved_unless_asked_to(edit, home: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("factpatch.editors.Looped", Stubborn)
+    text, _, target = one_edit(home)
+    given = ("--input", text, "--target", target, "--save", tmp_path / "p.safetensors")
+    failed = edit(*given, "--json")
+    assert failed.code == 1
+    assert json.loads(failed.out)["patch"] is None
+    assert not (tmp_path / "p.safetensors").exists()
+    steps = [failed.err.index(step) for step in ("failed", "--max-updates 10", "another wording", "larger model")]
+    assert steps == sorted(steps)
+    assert "NO" in edit(*given).out
+    kept = edit(*given, "--keep-failed")
+    assert kept.code == 0
+    (saved,) = [line for line in kept.out.splitlines() if line.startswith("Saved")]
+    assert "failed" in saved
+    assert (tmp_path / "p.safetensors").exists()
+
+
+def test_of_many_edits_only_those_that_succeed_are_saved(edit, home: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("factpatch.editors.Looped", Stubborn)
+    monkeypatch.setattr(Stubborn, "succeeds", (QUESTIONS[1],))
+    model = load_model(home / "model", "cpu")
+    facts = tmp_path / "facts.jsonl"
+    lines = [{"input": x, "target": tiny.other_answer(model, x)} for x in QUESTIONS]
+    facts.write_text("\n".join(map(json.dumps, lines)))
+    result = edit("--facts", facts, "--save", tmp_path / "patches", "--json").json
+    assert (result["failed"], [e["success"] for e in result["edits"]]) == (2, [False, True, False])
+    assert [file.name for file in (tmp_path / "patches").iterdir()] == ["00002.safetensors"]
+    assert "2 of 3 edits failed" in edit("--facts", facts).err
+    monkeypatch.setattr(Stubborn, "succeeds", ())
+    assert edit("--facts", facts).code == 1, "none succeeded"
+
+
+def fine_tuned(model: TaskModel, edit: FactEdit) -> Patch:
+    """A patch that succeeds."""
+    (patch,) = FineTune().propose(model, [edit])
+    return patch
+
+
+def test_a_model_whose_patched_facts_do_not_hold_is_not_written(run, home: Path, tmp_path: Path) -> None:
+    model = load_model(home / "model", "cpu")
+    text, before, target = one_edit(home)
+    third = next(label for label in model.candidates([text], 3)[0] if label not in (before, target))
+    files = [tmp_path / f"{name}.safetensors" for name in ("one", "other")]
+    for file, answer in zip(files, (target, third), strict=True):
+        fine_tuned(model, FactEdit(text, answer)).save(file)
+    given = ("--model", home / "model", "--output", tmp_path / "new")
+    both = run("patch", "apply", *files, *given)
+    assert both.code == 1
+    assert "1 of 2 facts do not hold" in both.err
+    assert "factpatch patch merge" in both.err
+    assert not (tmp_path / "new").exists()
+    forced = run("patch", "apply", *files, *given, "--force", "--json")
+    assert (forced.json["facts"], forced.json["lost"]) == (2, 1)
+    assert "1 of 2 facts do not hold" in forced.err
+    one = run("patch", "apply", files[0], "--model", home / "model", "--output", tmp_path / "single", "--json").json
+    assert (one["facts"], one["lost"]) == (1, 0)
+    Patch({}, model.fingerprint, "stub", (FactEdit(text, target),)).save(files[0])
+    failed = run("patch", "apply", files[0], "--model", home / "model", "--output", tmp_path / "failed")
+    assert failed.code == 1
+    assert "1 of 1 facts do not hold" in failed.err
+
+
+def test_ask_with_and_without_patches(run, home: Path, tmp_path: Path) -> None:
+    model = load_model(home / "model", "cpu")
+    text, before, target = one_edit(home)
+    fine_tuned(model, FactEdit(text, target)).save(tmp_path / "p.safetensors")
+    given = ("--model", home / "model", text, QUESTIONS[1])
+    assert run("ask", *given, "--json").json["answers"] == [
+        {"question": question, "answer": answer}
+        for question, answer in zip([text, QUESTIONS[1]], model.predict([text, QUESTIONS[1]]), strict=True)
+    ]
+    asked = run("ask", *given, "--patch", tmp_path / "p.safetensors", "--json").json["answers"]
+    assert asked[0] == {"question": text, "answer": before, "patched_answer": target}
+    shown = run("ask", *given, "--patch", tmp_path / "p.safetensors")
+    assert "patched answer" in shown.out
+    tiny.build("bert", seed=3).save(tmp_path / "other")
+    wrong = run("ask", text, "--model", tmp_path / "other", "--patch", tmp_path / "p.safetensors")
+    assert wrong.code == 1
+    assert "made for weights" in wrong.err
 
 
 def test_bad_input_is_one_line_and_exit_1(edit, run, home: Path, tmp_path: Path) -> None:
     text, before, target = one_edit(home)
     cut = tmp_path / "cut.safetensors"
-    assert edit("--input", text, "--target", target, "--save", cut).code == 0
+    assert edit("--input", text, "--target", target, "--save", cut, "--keep-failed").code == 0
     cut.write_bytes(cut.read_bytes()[:-9])
     other = tiny.build("bert", seed=3)
     other.save(tmp_path / "other")
@@ -103,11 +224,11 @@ def test_bad_input_is_one_line_and_exit_1(edit, run, home: Path, tmp_path: Path)
         "empty": edit("--input", " ", "--target", target),
         "at most 36 tokens": edit("--input", "capital " * 99, "--target", target),
         "already says": edit("--input", text, "--target", before),
-        "no label": edit("--input", text, "--target", "perhaps"),
+        "label": edit("--input", text, "--target", "perhaps"),
         "trained for weights": edit("--input", text, "--target", target, model=tmp_path / "other"),
-        "no readable editor": edit("--input", text, "--target", target, editor=tmp_path),
+        "not an editor": edit("--input", text, "--target", target, editor=tmp_path),
         "expected a model folder": edit("--input", text, "--target", target, model=tmp_path / "none"),
-        "no readable patch": run("patch", "show", cut),
+        "not a readable patch": run("patch", "show", cut),
         "expected a device": run("patch", "show", cut, "--device", "potato"),
     }
     for reason, result in cases.items():
@@ -155,11 +276,12 @@ def test_wrong_usage_is_exit_2(edit, run) -> None:
         both = run(command, "--model", "m", "--train", "t", "--output", "o", "--steps", "1", "--minutes", "1")
         assert both.code == 2
         assert "not both" in both.err
-    assert edit("--input", "x", "--target", "y", "--loop", "0").code == 2
+    assert edit("--input", "x", "--target", "y", "--max-updates", "0").code == 2
+    assert edit("--input", "x", "--target", "y", "--loop").code == 2
 
 
 def test_help_has_a_runnable_example() -> None:
-    data = "demo,split,fit,paraphrase,revise,train,evaluate,report,edit"
+    data = "demo,split,fit,paraphrase,revise,train,evaluate,report,edit,ask"
     for command in f"{data},patch show,patch apply,bench edit,bench train,bench evaluate".split(","):
         shown = subprocess.run(
             [sys.executable, "-m", "factpatch", *command.split(), "--help"], capture_output=True, text=True, check=True
@@ -175,7 +297,59 @@ def test_version(run) -> None:
 
 def test_text_in_brackets_is_shown_as_it_is(edit, run, home: Path, tmp_path: Path) -> None:
     target = load_model(home / "model", "cpu").candidates(["a [/b] [red] lake"], 2)[0][1]
-    shown = edit("--input", "a [/b] [red] lake", "--target", target, "--save", tmp_path / "p.safetensors")
+    shown = edit(
+        "--input", "a [/b] [red] lake", "--target", target, "--save", tmp_path / "p.safetensors", "--keep-failed"
+    )
     assert shown.code == 0
     assert "[/b]" in shown.out
     assert "a [/b] [red] lake" in run("patch", "show", tmp_path / "p.safetensors").out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("edits_per_second", 0.4213, "0.42"),
+        ("edits_per_second", 4213.7, "4,214"),
+        ("edits_per_second", 0.0, "0"),
+        ("seconds", 3.21, "3.2"),
+        ("seconds", 1234.5, "1,234"),
+        ("steps", 12345, "12,345"),
+        ("success", 0.9955, "99.6%"),
+        ("kl_mean", 0.000123, "1.23e-04"),
+        ("recorded", True, "yes"),
+    ],
+)
+def test_numbers_are_shown_by_what_they_are(name: str, value: float, shown: str) -> None:
+    assert common.format_number(name, value) == shown
+
+
+def test_counts_that_need_it_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    common.show_counts({"records": 3, "bad": 1, "left_out": 0}, "out.jsonl")
+    shown = capsys.readouterr().out
+    assert "bad: records that could not be used" in shown
+    assert "left out:" not in shown
+
+
+def test_a_log_gets_an_estimate_with_the_first_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 1000, 10))  # seconds, ten from look to look
+    monkeypatch.setattr("factpatch.cli.common.time.monotonic", lambda: next(clock))
+    with common.status_bar("editing") as update:
+        update(0.5, "5 of 10")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("editing 50%, ")
+    assert line.endswith(" s left  5 of 10")
+
+
+@pytest.mark.parametrize(("command", "resumes"), [("revise", True), ("evaluate", True), ("edit", False)])
+def test_an_interrupted_command_says_how_to_resume_only_if_it_can(
+    run, monkeypatch: pytest.MonkeyPatch, command: str, resumes: bool
+) -> None:
+    def interrupted(args: list[str]) -> None:
+        raise SystemExit(130)
+
+    monkeypatch.setattr("factpatch.cli.app", interrupted)
+    stopped = run(command)
+    assert stopped.code == 130
+    assert stopped.err == ("stopped; rerun the same command to resume\n" if resumes else "stopped\n")

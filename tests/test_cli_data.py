@@ -1,7 +1,8 @@
-"""fit, revise, paraphrase and split as a user meets them."""
+"""The commands fit, revise, paraphrase and split."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import tiny
-from samples import LABELS, answerer, fact_checker, fever, read_lines, texts, write_lines, zsre
+from samples import LABELS, answerer, fact_checker, fever, read_after_provenance, read_lines, texts, write_lines, zsre
 
 from factpatch.models import load_model
 
@@ -37,16 +38,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def commands(home: Path, tmp_path: Path):
-    """The arguments of each command that reads a data file, for the given one."""
+    """Returns a function that gives each command's arguments for a data file."""
 
     def arguments(data: Path, output: str = "out") -> dict[str, list[Any]]:
-        place = ["--output", tmp_path / output, "--device", "cpu"]
+        output_options = ["--output", tmp_path / output, "--device", "cpu"]
         quick = ["--steps", 4, "--batch", 8, "--lr", 1e-3]
         return {
-            "fit": ["fit", "--model", home / "checker", "--train", data, *quick, *place],
-            "revise": ["revise", "--model", home / "checker", "--data", data, *place],
+            "fit": ["fit", "--model", home / "checker", "--train", data, *quick, *output_options],
+            "revise": ["revise", "--model", home / "checker", "--data", data, *output_options],
             "paraphrase": [
-                *["paraphrase", "--data", data, *place],
+                *["paraphrase", "--data", data, *output_options],
                 *["--forward", home / "there", "--backward", home / "back"],
             ],
             "split": ["split", data, "--train", tmp_path / output, "--dev", tmp_path / f"{output}-dev"],
@@ -64,8 +65,8 @@ def test_fit_a_fact_checker(run, commands, home: Path, tmp_path: Path) -> None:
     assert (result["records"], result["examples"], result["steps"], result["bad"]) == (40, 36, 4, 0)
     model = load_model(tmp_path / "out", "cpu")
     lines = read_lines(claims)
-    said = model.predict([line["input"] for line in lines])
-    right = sum(s == line["output"][0]["answer"] for s, line in zip(said, lines, strict=True))
+    answers = model.predict([line["input"] for line in lines])
+    right = sum(answer == line["output"][0]["answer"] for answer, line in zip(answers, lines, strict=True))
     assert result["accuracy"] == right / 40
     again = run(*commands(claims)["fit"])
     assert again.code == 1
@@ -83,7 +84,7 @@ def test_fit_a_model_that_answers(run, home: Path, tmp_path: Path) -> None:
     assert load_model(tmp_path / "out", "cpu").kind == "seq2seq"
 
 
-def test_revise_and_paraphrase_say_what_they_kept(run, commands, home: Path, tmp_path: Path) -> None:
+def test_revise_and_paraphrase_count_what_they_kept(run, commands, home: Path, tmp_path: Path) -> None:
     data = home / "claims.jsonl"
     for name in ("paraphrase", "revise"):
         result = run(*commands(data, f"{name}.jsonl")[name], "--json").json
@@ -91,7 +92,8 @@ def test_revise_and_paraphrase_say_what_they_kept(run, commands, home: Path, tmp
         assert (result["records"], result["kept"], result["bad"]) == (40, 40, 0)
         assert 0 <= result["with_paraphrase"] <= 1
         assert result["seconds"] > 0
-        assert len(read_lines(tmp_path / f"{name}.jsonl")) == 40
+        read = read_after_provenance if name == "revise" else read_lines
+        assert len(read(tmp_path / f"{name}.jsonl")) == 40
         data = tmp_path / f"{name}.jsonl"
 
 
@@ -103,7 +105,7 @@ def test_paraphrases_go_into_revisions(run, commands, home: Path, tmp_path: Path
     revise = commands(tmp_path / "made.jsonl", "revised.jsonl")["revise"]
     revise[revise.index("--model") + 1] = home / "answerer"
     assert run(*revise, "--json").json["kept"] == 40
-    for line in read_lines(tmp_path / "revised.jsonl"):
+    for line in read_after_provenance(tmp_path / "revised.jsonl"):
         assert set(line["rephrases"]) <= offered[line["id"]]
         assert set(line["human_rephrases"]) <= set(human[line["id"]])
 
@@ -138,7 +140,7 @@ def test_split_of_two_files_with_one_id(run, commands, home: Path, tmp_path: Pat
 @pytest.mark.parametrize("name", ["fit", "revise", "paraphrase", "split"])
 def test_bad_data_is_one_line_and_exit_1(run, commands, home: Path, tmp_path: Path, name: str) -> None:
     reasons = {
-        "bad.jsonl": 'bad.jsonl, line 41: expected a text in "input", found null; mend it, or pass over bad records',
+        "bad.jsonl": 'bad.jsonl, line 41: expected a text in "input", found null; fix it, or skip bad records',
         "empty.jsonl": "empty.jsonl: expected at least one record, found none",
         "none.jsonl": "none.jsonl: No such file",
     }
@@ -154,7 +156,7 @@ def test_bad_data_is_one_line_and_exit_1(run, commands, home: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["fit", "revise", "paraphrase", "split"])
-def test_bad_records_are_passed_over_and_counted(run, commands, home: Path, name: str) -> None:
+def test_bad_records_are_skipped_and_counted(run, commands, home: Path, name: str) -> None:
     result = run(*commands(home / "bad.jsonl")[name], "--skip-bad", "--json").json
     assert (result["records"], result["bad"], result["left_out"]) == (42, 1, 1)
 
@@ -162,14 +164,14 @@ def test_bad_records_are_passed_over_and_counted(run, commands, home: Path, name
 @pytest.mark.parametrize("name", ["revise", "paraphrase", "split"])
 def test_the_data_is_not_overwritten(run, commands, home: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "out")
-    for place in ("out", "out-dev") if name == "split" else ("out",):
-        (tmp_path / place).write_bytes((home / "claims.jsonl").read_bytes())
-        for data in {place, "link"} if place == "out" else {place}:
+    for written in ("out", "out-dev") if name == "split" else ("out",):
+        (tmp_path / written).write_bytes((home / "claims.jsonl").read_bytes())
+        for data in {written, "link"} if written == "out" else {written}:
             result = run(*commands(tmp_path / data)[name])
             assert result.code == 1
-            assert "which is the data; name another" in result.err
-        assert (tmp_path / place).read_bytes() == (home / "claims.jsonl").read_bytes()
-        (tmp_path / place).unlink()
+            assert "is the data file itself; choose another output" in result.err
+        assert (tmp_path / written).read_bytes() == (home / "claims.jsonl").read_bytes()
+        (tmp_path / written).unlink()
 
 
 @pytest.mark.parametrize("name", ["revise", "paraphrase"])
@@ -187,17 +189,17 @@ def test_fit_learns_not_enough_info_where_it_is_a_label(run, commands, home: Pat
     assert (result["records"], result["left_out"]) == (41, 0)
 
 
-def test_split_shows_how_far_it_is(run, commands, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
+def test_split_reports_progress(run, commands, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress: list[int] = []
 
     @contextmanager
     def bar(message: str, total: int | None) -> Iterator[Any]:
-        yield told.append
+        yield progress.append
 
     monkeypatch.setattr(sys.modules["factpatch.cli.split"], "progress_bar", bar)
-    monkeypatch.setattr(sys.modules["factpatch.cli.split"], "TOLD", 15)
+    monkeypatch.setattr(sys.modules["factpatch.cli.split"], "REPORT_EVERY", 15)
     assert run(*commands(home / "facts.jsonl")["split"]).code == 0
-    assert told == [15, 15]
+    assert progress == [15, 15]
 
 
 def test_other_mistakes_are_one_line_and_exit_1(
@@ -228,9 +230,9 @@ def test_wrong_usage_is_exit_2(run, home: Path, tmp_path: Path) -> None:
     for command in ("fit", "revise", "paraphrase", "split"):
         assert run(command).code == 2
         assert run(command, "--nonsense").code == 2
-    place = ["--output", tmp_path / "out"]
-    assert run("fit", "--model", home / "checker", "--train", "x", *place, "--steps", "many").code == 2
-    assert run("revise", "--model", home / "checker", *place).code == 2
+    output_options = ["--output", tmp_path / "out"]
+    assert run("fit", "--model", home / "checker", "--train", "x", *output_options, "--steps", "many").code == 2
+    assert run("revise", "--model", home / "checker", *output_options).code == 2
     assert not (tmp_path / "out").exists()
 
 
@@ -240,3 +242,11 @@ def test_tables_for_people(run, commands, home: Path, name: str) -> None:
     assert result.code == 0, result.err
     assert "records" in result.out
     assert "40" in result.out
+
+
+@pytest.mark.parametrize("name", ["revise", "paraphrase", "split"])
+def test_tables_explain_bad_and_left_out(run, commands, home: Path, name: str) -> None:
+    result = run(*commands(home / "bad.jsonl")[name], "--skip-bad")
+    assert result.code == 0, result.err
+    for row in (r"left out \(labelled NOT ENOUGH INFO\)\W+1\b", r"bad \(cannot be used, skipped\)\W+1\b"):
+        assert re.search(row, result.out), result.out

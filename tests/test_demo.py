@@ -1,13 +1,16 @@
-"""The demonstration: what it shows is measured, on the model that ships."""
+"""The demonstration shows what the embedded model really answers."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from conftest import Ran
 
 from factpatch import demo, world
+from factpatch.cli.common import program
 from factpatch.data.revisions import edit_of
 from factpatch.editors import TrainableEditor, load_editor
 from factpatch.errors import InputError
@@ -28,7 +31,7 @@ def editor() -> TrainableEditor:
 def test_what_is_shown_is_what_the_patched_model_says(model: TaskModel, editor: TrainableEditor) -> None:
     revisions = demo.outdated(model)[:3]
     result = demo.demonstrate(model, editor, revisions, seed=3)
-    assert (result["edits"], result["retain_inputs"]) == (3, demo.OTHERS)
+    assert (result["edits"], result["retain_inputs"]) == (3, demo.CONTROLS)
     for revision, change in zip(revisions, result["changes"], strict=True):
         (patch,) = editor.propose(model, [edit_of(revision)])
         with patch.applied(model):
@@ -37,7 +40,7 @@ def test_what_is_shown_is_what_the_patched_model_says(model: TaskModel, editor: 
                 change["other_wording_after"],
             ]
         assert change["success"] == same(change["after"], change["target"])
-        assert 0 <= change["kept"] <= change["of"] == demo.OTHERS
+        assert 0 <= change["kept"] <= change["of"] == demo.CONTROLS
     assert result["success"] == sum(change["success"] for change in result["changes"]) / 3
     assert not model.patches
 
@@ -72,12 +75,69 @@ def test_a_fact_of_ones_own(model: TaskModel) -> None:
         demo.own_fact(model, "What is the capital of France?", "paris")
 
 
+@pytest.mark.parametrize(
+    "question", ["what is the capital of australia", "What is the CAPITAL of Australia ?", "what is the capital of Oz"]
+)
+def test_a_question_is_asked_as_the_model_was_trained_on_it(model: TaskModel, question: str) -> None:
+    revision, known = demo.own_fact(model, question, "Sydney")
+    assert known == question.lower().startswith("what is the capital of australia")
+    assert revision.input == ("What is the capital of Australia?" if known else "What is the capital of Oz?")
+    assert revision.prediction == "Canberra" or not known
+
+
+def test_a_held_out_wording_is_no_paraphrase_of_itself(model: TaskModel) -> None:
+    fact = next(fact for fact in world.facts() if fact.id == "capital/Australia")
+    revision, _ = demo.own_fact(model, fact.held_out[0].lower(), "Sydney")
+    assert revision.input == fact.held_out[0]
+    assert list(revision.rephrases) == fact.held_out[1:]
+
+
+def change(question: str, success: bool) -> dict[str, Any]:
+    about = {"question": question, "before": "Elizabeth II", "target": "Charles III"}
+    after = "Charles III" if success else "Azabudai Hills Mori JP Tower"
+    wording = {"other_wording": "Who?", "other_wording_after": after, "other_wording_success": success}
+    return {**about, "after": after, "success": success, **wording, "kept": 40, "of": 40}
+
+
+def test_the_table_fits_80_columns_and_names_every_failure(
+    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without colours: in a log, success and failure are words."""
+    changes = [change(f"Who is the Prime Minister of country {i}, which is far away?", i % 20 > 0) for i in range(60)]
+    rates = {"success": 0.95, "retain": 1.0, "equivalence": 0.95, "deterioration": 0.0}
+    result = {**rates, "edits": 60, "retain_inputs": 40, "changes": changes}
+    monkeypatch.setattr(demo, "demonstrate", lambda *_: result)
+    monkeypatch.setattr("factpatch.cli.common.stdout.width", 80)
+    out = run("demo", "--device", "cpu").out
+    lines = out.splitlines()
+    rows = [line for line in lines if line.startswith("…Prime Minister")]
+    assert len(rows) == 30
+    assert all(len(line) <= 80 for line in lines if "factpatch" not in line)
+    assert [" NO " in row for row in rows] == [i % 20 == 0 for i in range(30)]
+    assert [" yes " in row for row in rows] == [i % 20 > 0 for i in range(30)]
+    text = " ".join(out.split())
+    assert "3 of 60 edits failed" in text
+    for i in (0, 20, 40):
+        assert f"country {i}, which is far away? Wanted “Charles III”, got “Azabudai Hills Mori JP Tower”." in text
+    assert "--max-updates 5" in text
+
+
+def test_next_commands_run_before_the_environment_is_activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [".venv/bin/factpatch", "demo"])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert program() == ".venv/bin/factpatch"
+    monkeypatch.setattr("sys.argv", ["/somewhere/factpatch/__main__.py", "demo"])
+    assert program() == f"{sys.executable} -m factpatch"
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    assert program() == "factpatch"
+
+
 def test_the_command(run: Callable[..., Ran]) -> None:
     ran = run("demo", "--fact", "Who painted the ceiling of my kitchen?", "Ann", "--device", "cpu")
     assert ran.code == 0
     said = " ".join(ran.out.split())
-    assert "none of the embedded world's" in said
-    assert f"1 edit tried on {demo.OTHERS} other facts" in said
+    assert "not trained on this question" in said
+    assert f"1 edit tried on {demo.CONTROLS} other facts" in said
     result = run("demo", "--fact", "What is the capital of Kenya?", "Mombasa", "--device", "cpu", "--json").json
     assert result.keys() >= {
         "success",
@@ -89,6 +149,7 @@ def test_the_command(run: Callable[..., Ran]) -> None:
         "seconds",
     }
     assert result["changes"][0]["before"] == "Nairobi"
+    assert result["success"] == 1
     assert result["known_question"]
     assert result["equivalence"] is not None
     ran = run("demo", "--fact", "What is the capital of Kenya?", "", "--device", "cpu")

@@ -1,4 +1,4 @@
-"""The documentation says what the program does."""
+"""The documentation agrees with the program."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import typer
 
-from factpatch.cli import _number_loops, app
+from factpatch.cli import app
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
+PAGES = sorted([*DOCS.parent.glob("*.md"), *DOCS.rglob("*.md")])
+LONGEST_LINE = 120
 
 
 def test_the_command_line_page_is_up_to_date() -> None:
@@ -28,16 +29,22 @@ def test_the_command_line_page_is_up_to_date() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+    for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_are_wrapped(page: Path) -> None:
+    lines = enumerate(page.read_text(encoding="utf-8").splitlines(), start=1)
+    assert not [f"{page.name}:{number}" for number, line in lines if len(line) > LONGEST_LINE]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_understood(page: Path) -> None:
-    """Their names and options, that is; they are not run."""
-    blocks = re.findall(r"^```(?:\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    for line in re.findall(r"^factpatch .+", "".join(blocks), re.MULTILINE):
-        words = _number_loops(shlex.split(line, comments=True)[1:])
+    """Parses the names and options of commands in code blocks, without running them."""
+    blocks = re.findall(r"^```(?:\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for line in re.findall(r"^factpatch .+", "".join(blocks).replace("\\\n", " "), re.MULTILINE):
+        words = shlex.split(line, comments=True)[1:]
         command: Any = typer.main.get_command(app)
         while hasattr(command, "commands"):
             command = command.commands[words.pop(0)]

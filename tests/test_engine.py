@@ -175,7 +175,7 @@ def test_models_that_put_tokens_first_are_refused() -> None:
 
     attention = model.model.bert.encoder.layer[0].attention.self
     attention.query = TokensFirst()
-    with pytest.raises(ModelError, match=f"{name} sees inputs of shape"):
+    with pytest.raises(ModelError, match=f"{name} gets inputs of shape"):
         capture(model.layers, lambda: model.losses(rows))
 
 

@@ -1,4 +1,4 @@
-"""Evaluation as a command: every method, what it writes, and runs that are killed, resumed and shared."""
+"""The evaluate command: every method, the files it writes, and runs that are killed, resumed and shared."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import Ran, loud_editor
+from conftest import Ran, assert_untouched, loud_editor, weights_of
 from processes import run_in_two_processes
 from safetensors import safe_open
 from safetensors.torch import load_file
 from samples import answerer, fact_checker, read_lines, revisions, write_revisions
 
 from factpatch.constraints import kl
-from factpatch.data.revisions import Revision, edit_of, editable
+from factpatch.data.revisions import Provenance, edit_of, editable
 from factpatch.deltas import Dense
 from factpatch.editors import HyperNetwork, load_editor
-from factpatch.errors import FileError, InputError
-from factpatch.evaluation import evaluate, sampled
+from factpatch.errors import FileError
+from factpatch.evaluation import evaluate, precise, predicted_now, sampled
 from factpatch.evaluation.details import sketches
-from factpatch.evaluation.measure import Examiner, predicted_now
+from factpatch.evaluation.measure import Examiner
 from factpatch.metrics import Outcome, intervals
 from factpatch.models import Seq2Seq, TaskModel, load_model
 from factpatch.patch import stack_patches
@@ -72,8 +72,8 @@ def test_every_method(
     run: Callable[..., Ran],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("factpatch.evaluation.run.SELECT_EDITS", 2)
-    monkeypatch.setattr("factpatch.evaluation.run.SELECT_INPUTS", 4)
+    monkeypatch.setattr("factpatch.evaluation.baselines.SELECT_EDITS", 2)
+    monkeypatch.setattr("factpatch.evaluation.baselines.SELECT_INPUTS", 4)
     if "--select" in options and task == "answer":
         options = ["--method", "zhu", "--layers", "model.encoder.layers.0", "--select"]  # blocks would take long
     files = world[task]
@@ -82,8 +82,7 @@ def test_every_method(
     result = run("evaluate", *common, *options, *editor, "--output", tmp_path / "run", "--json").json
     assert result.keys() >= KEYS
     assert (result["edits"], result["retain_inputs"]) == (5, 7)
-    if result["retain"]:
-        assert 0 <= result["kl_mean"] <= result["kl_worst"]
+    assert 0 <= result["kl_mean"] <= result["kl_worst"]
     low, high = result["intervals"]["retain"]
     assert low <= result["retain"] <= high
     lines = read_lines(tmp_path / "run" / "edits.jsonl")
@@ -111,16 +110,21 @@ def test_every_method(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--method", "magic"], "is not one of"),
-        (["--method", "hyper"], "needs --editor"),
+        ([], "give a trained --editor, or a --method"),
+        (["--method", "finetun"], "did you mean finetune?"),
+        (["--method", "magic"], "choose one of hyper, finetune"),
+        (["--method", "hyper"], "give its folder with --editor"),
+        (["--method", "finetune", "--editor", "world"], "takes no --editor"),
+        (["--editor", "world", "--layers", "all"], "leave --layers out"),
         (["--method", "zhu"], "either --bound or --select"),
-        (["--method", "finetune", "--bound", "1"], "only the method zhu"),
+        (["--method", "finetune", "--bound", "1"], "of the method zhu only"),
         (["--method", "finetune", "--layers", "block"], "needs --select"),
         (["--method", "zhu", "--bound", "-1"], "above 0"),
-        (["--method", "gradient", "--select"], "something to --select"),
+        (["--method", "gradient", "--select"], "--select works with finetune and zhu only"),
         (["--method", "finetune", "--select"], "--layers block"),
         (["--method", "finetune", "--valid", "x.jsonl"], "give both or neither"),
-        (["--method", "finetune", "--loop"], "only the method hyper can --loop"),
+        (["--method", "finetune", "--loop"], "need a trained --editor"),
+        (["--method", "finetune", "--together", "1,x"], "expected numbers such as 1,16,64"),
     ],
 )
 def test_options_that_do_not_fit(
@@ -129,7 +133,7 @@ def test_options_that_do_not_fit(
     files = world["classify"]
     ran = run("evaluate", "--model", files["model"], "--data", files["data"], "--output", tmp_path / "run", *options)
     assert ran.code == 2
-    assert reason in " ".join(ran.err.split())
+    assert reason in " ".join(ran.err.replace("│", " ").split())
 
 
 def test_scores_and_kl(model: TaskModel, editor: HyperNetwork) -> None:
@@ -153,25 +157,9 @@ def test_scores_and_kl(model: TaskModel, editor: HyperNetwork) -> None:
             score = torch.logit(log_p.exp(), eps=1e-7) if rows.labels.dim() == 1 else log_p
             assert examined.scores is not None
             assert examined.scores[i] == pytest.approx(score.item(), rel=1e-2, abs=1e-3)
-            if other.input != patch.edits[0].x and examined.says_others[i] == other.prediction:
+            if other.input != patch.edits[0].x:
                 kls.append(kl(before, after).mean().item())
-        expected = pytest.approx(sum(kls) / len(kls), rel=1e-2, abs=1e-5) if kls else None
-        assert examined.outcome.kl_mean == expected
-
-
-def test_near_ties_and_other_models() -> None:
-    """A few predictions may turn with precision or machine; of another classifier many do."""
-    model = tiny.build("bert")
-    known = revisions(model, 40)
-
-    def turned(count: int, of: int) -> list[Revision]:
-        return [replace(r, prediction=r.alternatives[0]) if i < count else r for i, r in enumerate(known[:of])]
-
-    for count, of in ((2, 5), (2, 9), (4, 40)):
-        assert [r.prediction for r in predicted_now(model, turned(count, of))] == [r.prediction for r in known[:of]]
-    for count, of in ((3, 5), (3, 9), (5, 40)):
-        with pytest.raises(InputError, match=f"expects for {of - count} of {of} inputs only"):
-            predicted_now(model, turned(count, of))
+        assert examined.outcome.values["kl_mean"] == pytest.approx(sum(kls) / len(kls), rel=1e-2, abs=1e-5)
 
 
 def test_sketches_keep_cosines() -> None:
@@ -197,9 +185,9 @@ def test_low_rank_and_dense_sketches_agree() -> None:
 
 def test_intervals_hold_the_mean_and_shrink_with_more_edits() -> None:
     def made(count: int) -> list[Outcome]:
-        return [
-            Outcome(i % 2 == 0, 0.9, None, 0.5 + 0.5 * (i % 3 == 0), 0.8, 0.6 + 0.2 * (i % 2)) for i in range(count)
-        ]
+        names = ("success", "retain", "equivalence", "equivalence_human", "accuracy_before", "accuracy_after")
+        rows = [(i % 2 == 0, 0.9, None, 0.5 + 0.5 * (i % 3 == 0), 0.8, 0.6 + 0.2 * (i % 2)) for i in range(count)]
+        return [Outcome(dict(zip(names, row, strict=True))) for row in rows]
 
     few, many = intervals(made(20)), intervals(made(2000))
     assert few.keys() == {"success", "retain", "equivalence_human", "deterioration"}
@@ -236,13 +224,14 @@ def test_a_killed_run_ends_in_the_same_summary(world: dict[str, Any], tmp_path: 
     )  # as of a kill in the next batch
     seen: list[int] = []
     resumed = evaluate(editor, model, edits, others, tmp_path / "killed", {"seed": 0}, seen.append)
-    assert {**resumed, "seconds": 0} == {**whole, "seconds": 0}
+    assert replace(resumed, seconds=0) == replace(whole, seconds=0)
     assert seen == [32, 32, 6]
     for name in ("edits.jsonl", "examples.json"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     ours, theirs = (load_file(tmp_path / run / "details.safetensors") for run in ("killed", "whole"))
     assert all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
-    assert resumed["seconds"] > 0
+    assert resumed is not None
+    assert resumed.seconds
 
 
 def test_a_run_of_another_editor_starts_anew(world: dict[str, Any], tmp_path: Path) -> None:
@@ -264,7 +253,7 @@ def test_a_run_of_another_editor_starts_anew(world: dict[str, Any], tmp_path: Pa
     assert seen == [0, 32, 32, 6]
     assert evaluate(louder, model, edits, others, tmp_path / "run", {"seed": 0}, seen.append) == found, "as it is"
     before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
-    with pytest.raises(FileError, match="something else"):
+    with pytest.raises(FileError, match="different editor_hash"):
         evaluate(editor, model, edits, others, tmp_path / "run", {"seed": 0})
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
 
@@ -290,8 +279,63 @@ def test_two_processes_write_what_one_writes(
         "from factpatch.cli import main\nmain(sys.argv[1:])\n"
     )
     arguments = [str(part) for part in [*options, "--output", tmp_path / "two", "--json"]]
-    two = json.loads(run_in_two_processes(command, *arguments))
+    two = json.loads(run_in_two_processes(command, *arguments, timeout=600))  # a guard against hanging
     monkeypatch.setattr("factpatch.editors.trainable.EDITS_PER_BATCH", 5)
     one = run(*options, "--output", tmp_path / "one", "--json").json
     assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in two.items() if k != "seconds"}
     assert (tmp_path / "one" / "edits.jsonl").read_text() == (tmp_path / "two" / "edits.jsonl").read_text()
+
+
+def test_a_file_of_another_model_is_refused(world: dict[str, Any], tmp_path: Path, run: Callable[..., Ran]) -> None:
+    """By its provenance; how many predictions agree does not matter."""
+    files = world["classify"]
+    model = load_model(files["model"], "cpu")
+    for identity, code in ((model.identity, 0), ("another", 1)):
+        data = tmp_path / f"{code}.jsonl"
+        data.write_text(Provenance(identity, "d", {}).to_json() + "\n" + files["data"].read_text())
+        options = ["--model", files["model"], "--editor", files["editor"], "--edits", 2, "--device", "cpu", "--json"]
+        ran = run("evaluate", *options, "--data", data, "--output", tmp_path / f"run{code}")
+        assert ran.code == code, ran.err
+        assert ("was made by model another" in ran.err) == bool(code)
+
+
+def test_predictions_are_recomputed() -> None:
+    """A file without provenance may disagree with the model, which then decides."""
+    model = tiny.build("bert")
+    known = revisions(model, 9)
+    turned = [replace(r, prediction=r.alternatives[0]) for r in known]
+    assert predicted_now(model, turned) == known
+
+
+def test_the_model_leaves_in_the_precision_it_came_in() -> None:
+    model = tiny.build("bert")
+    before = weights_of(model)
+    with precise(model, "bf16", baseline=False):
+        assert model.model.dtype == torch.bfloat16
+    assert model.model.dtype == torch.float32
+    assert_untouched(model, before)
+
+
+def test_an_editor_in_a_loop(world: dict[str, Any], tmp_path: Path, run: Callable[..., Ran]) -> None:
+    files = world["classify"]
+    options = ["--model", files["model"], "--editor", files["editor"], "--data", files["data"], "--device", "cpu"]
+    for name, more in {5: ["--loop"], 2: ["--loop", "--max-updates", 2], 1: []}.items():
+        folder = tmp_path / str(name)
+        result = run("evaluate", *options, "--edits", 4, "--retain", 4, "--output", folder, "--json", *more).json
+        assert result["edits"] == 4
+        assert json.loads((folder / "summary.json").read_text())["loop"] == name
+
+
+def test_the_command_explains_its_figures(world: dict[str, Any], tmp_path: Path, run: Callable[..., Ran]) -> None:
+    files = world["classify"]
+    options = ["--model", files["model"], "--method", "gradient", "--data", files["data"], "--device", "cpu"]
+    ran = run("evaluate", *options, "--edits", 6, "--retain", 4, "--together", "1,3", "--output", tmp_path / "run")
+    assert ran.code == 0, ran.err
+    shown = " ".join(ran.out.replace("│", " ").split())
+    for text in (
+        "Retain",
+        "control inputs whose answer is",
+        "3 facts together (2 groups): success",
+        "6 edits on 4 control",
+    ):
+        assert text in shown

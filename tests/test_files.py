@@ -1,9 +1,11 @@
-"""Files appear whole or not at all, and never in place of what is not theirs."""
+"""Files appear complete or not at all, and never replace what does not belong to them."""
 
 from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,14 +35,14 @@ def test_pipes_and_nameless_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_are_for_everybody(tmp_path: Path) -> None:
-    """As new files are here; some libraries make theirs their owner's alone."""
+    """Files have the permissions of new files, though some libraries create private ones."""
     plain = tmp_path / "plain"
     plain.write_text("")
-    for place, writer in ((tmp_path / "one", atomic_folder), (tmp_path / "two", files_into)):
-        with writer(place) as scratch:
+    for path, writer in ((tmp_path / "one", atomic_folder), (tmp_path / "two", files_into)):
+        with writer(path) as scratch:
             (scratch / "weights").write_text("")
             (scratch / "weights").chmod(0o600)
-        assert (place / "weights").stat().st_mode == plain.stat().st_mode
+        assert (path / "weights").stat().st_mode == plain.stat().st_mode
 
 
 def test_a_folder_that_cannot_be_written_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,29 +54,120 @@ def test_a_folder_that_cannot_be_written_into(tmp_path: Path, monkeypatch: pytes
     assert asked == [tmp_path / "there", tmp_path], "a folder that is there is written into, another is made"
 
 
-def test_two_runs_with_one_output(tmp_path: Path) -> None:
-    """The slower one stops before it mixes its lines with the other's, and before it replaces them."""
-    place = tmp_path / "out.jsonl"
-    slow = ResumableLines(place, {}, 1)
-    slow.write(["1"])
-    fast = ResumableLines(place, {}, 1)
-    assert fast.done == 1
-    fast.write(["2"])
+def test_two_runs_in_one_process(tmp_path: Path) -> None:
+    """The newer one takes over; the older one can neither mix its lines with the newer one's nor replace them."""
+    path = tmp_path / "out.jsonl"
+    old = ResumableLines(path, {"s": "A"}, 1)
+    new = ResumableLines(path, {"s": "B"}, 1)
     with pytest.raises(FileError, match="another run is writing"):
-        slow.write(["2"])
-    fast.finish()
+        old.write(["1"])
+    assert ResumableLines(path, {"s": "B"}, 1).done == 0
+    new = ResumableLines(path, {"s": "B"}, 1)
+    new.write(["1"])
+    new = ResumableLines(path, {"s": "B"}, 1)
+    assert new.done == 1
+    new.write(["2"])
     with pytest.raises(FileError, match="another run is writing"):
-        slow.write(["2"])
+        old.finish()
+    new.finish()
     with pytest.raises(FileError, match="another run is writing"):
-        slow.finish()
-    assert place.read_text() == "1\n2\n"
-    assert list(tmp_path.iterdir()) == [place]
+        new.write(["3"])
+    assert path.read_text() == "1\n2\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+WRITER = """
+import sys
+from factpatch.files import ResumableLines
+lines = ResumableLines(sys.argv[1], {"s": "A"}, 1)
+lines.write(["1"])
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("settings", [{"s": "A"}, {"s": "B"}], ids=["same run", "other run"])
+def test_two_runs_in_two_processes(tmp_path: Path, settings: dict[str, str]) -> None:
+    """The second is refused while the first is alive; a lock dies with its process."""
+    path = tmp_path / "out.jsonl"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "written\n"
+            with pytest.raises(FileError, match="another run is writing"):
+                ResumableLines(path, settings, 1)
+        finally:
+            process.kill()
+    assert ResumableLines(path, settings, 1).done == (settings == {"s": "A"})
+
+
+def test_a_header_stays_first_and_is_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    header = '{"provenance": "été"}'
+    ResumableLines(path, {}, 2, header).write(["1", "2", "3"])
+    lines = ResumableLines(path, {}, 2, header)
+    assert lines.done == 2
+    lines.write(["3", "4", "5", "6"])
+    lines = ResumableLines(path, {}, 2, header)
+    lines.keep(5)
+    assert lines.done == 5
+    lines.write(["7"])
+    assert list(lines.lines()) == ["1", "2", "3", "4", "5", "7"]
+    lines.finish()
+    assert path.read_text() == f"{header}\n1\n2\n3\n4\n5\n7\n"
+    assert ResumableLines(path, {}, 2, '{"another": 1}').done == 0
+
+
+def test_a_part_that_was_cut_inside_its_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    lines = ResumableLines(path, {"s": "A"}, 1)
+    content = lines.part.read_bytes()
+    lines.part.write_bytes(content[:-4])
+    lines = ResumableLines(path, {"s": "A"}, 1)
+    assert lines.done == 0
+    lines.write(["1"])
+    assert lines.part.read_bytes() == content + b"1\n"
+
+
+def test_a_move_that_fails_half_way_says_what_was_replaced(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "c").write_text("old")
+    message = "Replaced: a; not replaced: b, c"
+    with pytest.raises(FileError, match=message) as error, files_into(tmp_path) as scratch:
+        for name in "abc":
+            (scratch / name).write_text("new")
+    assert "Nothing was changed" not in str(error.value)
+    assert (tmp_path / "a").read_text() == "new"
+    assert (tmp_path / "c").read_text() == "old"
+    (tmp_path / "a").unlink()
+    (tmp_path / "a").mkdir()
+    with pytest.raises(FileError, match="Nothing was changed"), files_into(tmp_path) as scratch:
+        (scratch / "a").write_text("newer")
+
+
+def test_a_folder_returns_if_its_successor_cannot_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with atomic_folder(tmp_path / "run") as scratch:
+        (scratch / "a").write_text("old")
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if (Path(source) / "a").exists() and (Path(source) / "a").read_text() == "new":
+            raise OSError(13, "Permission denied")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(FileError, match="Permission denied"), atomic_folder(tmp_path / "run") as scratch:
+        (scratch / "a").write_text("new")
+    assert (tmp_path / "run" / "a").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "run"]
 
 
 def test_seconds_count_all_starts(tmp_path: Path) -> None:
-    place = tmp_path / "out.jsonl"
-    first = ResumableLines(place, {}, 1)
+    path = tmp_path / "out.jsonl"
+    first = ResumableLines(path, {}, 1)
     first._begin -= 100
     first.write(["1"])
-    assert 100 <= ResumableLines(place, {}, 1).seconds() < 200
-    assert ResumableLines(place, {"other": 1}, 1).seconds() < 100
+    assert 100 <= ResumableLines(path, {}, 1).seconds() < 200
+    assert ResumableLines(path, {"other": 1}, 1).seconds() < 100

@@ -1,6 +1,8 @@
-"""The baselines: until the prediction is the target, within bounds, side by side."""
+"""The baselines: they stop at the target, stay within bounds, and edit many facts at once."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import tiny
@@ -13,6 +15,7 @@ from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
 from factpatch.models import Seq2Seq, TaskModel
 from factpatch.models.layers import block_names
+from factpatch.patch import Patch
 
 
 @pytest.fixture
@@ -28,8 +31,8 @@ def test_fine_tuning_makes_the_model_say_it(model: TaskModel, short_edits: list[
     before = weights_of(model)
     patches = FineTune(lr=1e-3).propose(model, short_edits)
     assert_untouched(model, before)
-    said = model.predict_patched(patches, [edit.x for edit in short_edits])
-    assert all(same(text, edit.a) for text, edit in zip(said, short_edits, strict=True))
+    answers = model.predict_patched(patches, [edit.x for edit in short_edits])
+    assert all(same(text, edit.a) for text, edit in zip(answers, short_edits, strict=True))
     assert {patch.method for patch in patches} == {"finetune"}
 
 
@@ -110,8 +113,30 @@ def test_a_gradient_step_goes_downhill(model: TaskModel, short_edits: list[FactE
                 assert model.losses(rows).item() < start
 
 
+def test_a_gradient_step_keeps_no_padding(model: TaskModel, short_edits: list[FactEdit]) -> None:
+    """Each edit's patch has the ranks that it has alone, whatever the longest edit of its batch."""
+    method = GradientStep()
+    for edit, together in zip(short_edits, method.propose(model, short_edits), strict=True):
+        (alone,) = method.propose(model, [edit])
+        assert {n: d.rank for n, d in together.deltas.items()} == {n: d.rank for n, d in alone.deltas.items()}
+        tokens = model.lengths([edit.x])[0] + model.lengths([edit.a])[0]
+        assert together.rank <= tokens
+
+
+def test_a_gradient_step_without_a_gradient_somewhere_is_a_patch(tmp_path: Path) -> None:
+    """A decoder's first token attends to itself alone, so that its queries and keys have no gradient."""
+    model = tiny.build("bart")
+    model.limit_answers(5)
+    (patch,) = GradientStep(lr=1.0).propose(model, [FactEdit("who leads france ?", "paris")])
+    patch.save(tmp_path / "p.safetensors")
+    loaded = Patch.load(tmp_path / "p.safetensors")
+    answer = model.predict_patched([patch], ["who leads france ?"])
+    with loaded.applied(model):
+        assert model.predict(["who leads france ?"]) == answer
+
+
 def test_weights_that_are_not_finite_are_an_error() -> None:
     bert = tiny.build("bert")
     edit = FactEdit("who leads france ?", tiny.other_answer(bert, "who leads france ?"))
-    with pytest.raises(InputError, match="not finite, for 'who leads france"):
+    with pytest.raises(InputError, match="diverged for 'who leads france"):
         FineTune(lr=1e38).propose(bert, [edit])

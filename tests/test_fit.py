@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
+import time
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from conftest import Ran
 from samples import LABELS, answerer, claims, fact_checker, fever, read_lines, texts, write_lines
 from training_runs import QUICK_FIT
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, GenerationConfig
@@ -22,13 +26,13 @@ from factpatch.data.revisions import Revision
 from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.models import Classifier, load_model
 from factpatch.training import Fit, FitConfig
-from factpatch.training.examples import Example, batches_from
+from factpatch.training.examples import Example, batches_from, read_answered
 from factpatch.training.fit import Status, classifier_losses, summed_loss
-from factpatch.training.run import schedule
+from factpatch.training.run import Clock, schedule
 
 
 def test_facts_held_out_of_a_model_are_held_out_of_its_editor() -> None:
-    """Whatever became of the others in between."""
+    """They are the same facts even if some are missing from the revision file."""
     records = [Record(str(number), f"claim {number}") for number in range(100)]
     revisions = [Revision(r.id, r.input, "yes", ("no",), (), (), ()) for r in reversed(records[:90])]
     held_out, rest = hold_out(records, 20, seed=0)
@@ -56,7 +60,7 @@ def test_a_certain_classifier_has_no_entropy_and_no_nan() -> None:
 
 @pytest.mark.parametrize("name", tiny.SEQ2SEQS)
 def test_answers_are_smoothed_and_padding_counts_nothing(name: str) -> None:
-    """Against each answer alone, token by token."""
+    """Compares with the loss of each answer alone, token by token."""
     model = tiny.build(name)
     questions, answers = ["what is a lake ?", "who leads france ?"], ["gitega", "paris and bujumbura"]
     examples = [Example(*pair) for pair in zip(model.encode(questions), model.encode_targets(answers), strict=True)]
@@ -90,9 +94,9 @@ def test_the_papers_settings_are_the_defaults() -> None:
 
 
 def examples(count: int) -> list[Example]:
-    """Of unequal lengths; the target names the example."""
-    chance = random.Random(0)
-    return [Example({"input_ids": [1] * chance.randint(3, 30)}, i) for i in range(count)]
+    """Examples of unequal lengths; the target is the number of the example."""
+    rng = random.Random(0)
+    return [Example({"input_ids": [1] * rng.randint(3, 30)}, i) for i in range(count)]
 
 
 @pytest.mark.parametrize("count", [64, 61, 3])
@@ -107,7 +111,7 @@ def test_each_epoch_has_every_example_once(count: int) -> None:
         assert epochs[0] != epochs[1]
 
 
-def test_batches_go_on_from_any_step() -> None:
+def test_batches_start_at_any_step() -> None:
     data = examples(50)
     whole = list(islice(batches_from(data, 8, 3, 0), 30))
     for step in (1, 6, 7, 13, 20):
@@ -162,9 +166,15 @@ def test_a_classifier_learns(base: Path, tmp_path: Path) -> None:
     assert not (output / "checkpoint").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
+    held_out = json.loads((output / "held-out.json").read_text())
+    assert held_out["data"] == hashlib.sha256(train.read_bytes()).hexdigest()
+    assert held_out["seed"] == 0
+    records, _ = read_answered(train, False, LABELS)
+    assert held_out["ids"] == [record.id for record in hold_out(records, 20, 0)[0]]
+
 
 def test_a_model_learns_answers(tmp_path: Path) -> None:
-    """Two wordings of each question; asked as in train, it knows them."""
+    """The data has two wordings of each question, and the model learns to answer them."""
     places = ["gitega", "paris", "bujumbura", "lake africa", "river europe"]
     kinds = ["capital", "city", "river", "lake", "country", "currency"]
     lines = [
@@ -194,7 +204,7 @@ def test_a_model_learns_answers(tmp_path: Path) -> None:
 
 
 def test_the_best_weights_are_kept(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores that rise, then fall: the latest weights that are not clearly worse than the best."""
+    """The kept weights are the latest that are not clearly worse than the best."""
     train = write_lines(tmp_path / "train.jsonl", claims(40))
     scores = iter([0.2, 0.8, 0.8, 0.1])
     snapshots: list[dict[str, torch.Tensor]] = []
@@ -212,7 +222,7 @@ def test_the_best_weights_are_kept(base: Path, tmp_path: Path, monkeypatch: pyte
     assert not all(torch.equal(kept[name], tensor) for name, tensor in snapshots[3].items())
 
 
-def test_long_claims_are_cut(base: Path, tmp_path: Path) -> None:
+def test_long_claims_are_truncated(base: Path, tmp_path: Path) -> None:
     lines = [fever(i, "paris " * 50, LABELS[i % 2]) for i in range(20)]
     train = write_lines(tmp_path / "train.jsonl", lines)
     for tokens in (32, 64):  # the model itself reads 36
@@ -221,12 +231,35 @@ def test_long_claims_are_cut(base: Path, tmp_path: Path) -> None:
         assert result["examples"] == 18
 
 
-def test_so_many_minutes(base: Path, tmp_path: Path) -> None:
+def test_a_run_limited_by_minutes(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", claims(40))
-    config = FitConfig(lr=1e-3, batch=8, minutes=1 / 60, validations=2)
+    config = FitConfig(lr=1e-3, batch=8, minutes=1 / 30, validations=2)
     result = Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
-    assert 0.9 < result["seconds"] < 5
-    assert result["steps"] > 1
+    assert result["seconds"] > 1
+    assert result["steps"] >= 1
+
+
+def test_minutes_include_set_up_and_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = Clock(minutes=1)
+    now += 20  # set-up
+    clock.start(steps=5)
+    assert clock.share(3) == 0
+    now += 10
+    assert clock.share(3) == pytest.approx(10 / 40)
+    clock.reserve = 20
+    assert clock.share(3) == pytest.approx(10 / 20)
+    assert clock.seconds_left(0.5) == pytest.approx(10 + 20)
+    assert (clock.seconds(), clock.training_seconds()) == (30, 10)
+    now += 100
+    assert clock.share(3) == 1
+    resumed = Clock(minutes=1)
+    resumed.start(steps=5, earlier=30)
+    assert resumed.share(3) == pytest.approx(0.5)
+    clock.minutes = 0.1  # over before the first step
+    assert clock.share(0) == 1
+    assert Clock(minutes=None).minutes is None
 
 
 # What cannot be trained on
@@ -237,7 +270,7 @@ def test_labels_of_dev_that_train_lacks(base: Path, tmp_path: Path) -> None:
     dev = write_lines(tmp_path / "dev.jsonl", [*claims(3), fever(9, "who leads france ?", "PERHAPS")])
     config = FitConfig(**{**QUICK_FIT, "steps": 2})
     with pytest.raises(
-        InputError, match=r"dev.jsonl, line 4: expected a label out of REFUTES, SUPPORTS, found 'PERHAPS'"
+        InputError, match=r"dev.jsonl, line 4: expected one of the labels REFUTES, SUPPORTS, found 'PERHAPS'"
     ):
         Fit(config, str(base), tmp_path / "run", device="cpu").run(train, dev)
     assert not (tmp_path / "run").exists()
@@ -248,7 +281,7 @@ def test_labels_of_dev_that_train_lacks(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (claims(9), "expected at least 10 records, and more than the 0 that are held out, found 9"),
+        (claims(9), "expected at least 10 records and more than the 0 that are held out, found 9"),
         ([fever(i, text, "SUPPORTS") for i, text in enumerate(texts(20))], "expected 2 to 100 labels .*, found 1"),
         ([fever(i, text, f"label {i}") for i, text in enumerate(texts(120))], "found 120; for free answers use"),
         ([*claims(20), {"id": "x", "input": "paris"}], 'line 21: expected an answer in "output"'),
@@ -268,7 +301,7 @@ def test_answers_that_the_model_cannot_say(tmp_path: Path) -> None:
     lines[7] = {"input": "who leads france ?", "output": [{"answer": "paris " * 99}]}
     train = write_lines(tmp_path / "train.jsonl", lines)
     config = FitConfig(**{**QUICK_FIT, "task": "answer", "steps": 1})
-    with pytest.raises(InputError, match="line 8: the model can say 36 tokens, this answer has"):
+    with pytest.raises(InputError, match="line 8: the model can generate 36 tokens, this answer has"):
         Fit(config, str(model), tmp_path / "run", device="cpu").run(train, None)
     assert Fit(config, str(model), tmp_path / "run", device="cpu").run(train, None, skip_bad=True)["bad"] == 1
 
@@ -276,7 +309,7 @@ def test_answers_that_the_model_cannot_say(tmp_path: Path) -> None:
 def test_labels_that_are_asked_for(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", [*claims(30), fever(99, "paris", "SUPORTS")])
     config = FitConfig(**{**QUICK_FIT, "steps": 1, "labels": ["SUPPORTS", "REFUTES"]})
-    with pytest.raises(InputError, match="line 31: expected a label out of SUPPORTS, REFUTES, found 'SUPORTS'"):
+    with pytest.raises(InputError, match="line 31: expected one of the labels SUPPORTS, REFUTES, found 'SUPORTS'"):
         Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
     result = Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None, skip_bad=True)
     assert (result["bad"], result["labels"]) == (1, ["REFUTES", "SUPPORTS"])
@@ -299,7 +332,7 @@ def test_labels_that_differ_in_punctuation(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_classifier_keeps_the_order_of_its_labels(tmp_path: Path) -> None:
-    """Or its head would say the opposite of what it knows."""
+    """Otherwise its head would give the opposite of the labels it has learnt."""
     known = fact_checker(tmp_path / "known")
     config = json.loads((known / "config.json").read_text())
     config["id2label"], config["label2id"] = {"0": "SUPPORTS", "1": "REFUTES"}, {"SUPPORTS": 0, "REFUTES": 1}
@@ -315,7 +348,7 @@ def test_a_classifier_keeps_the_order_of_its_labels(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", claims(40))
     config = FitConfig(**{**QUICK_FIT, "steps": 1, "lr": 1.0, "weight_decay": 1e39})
-    with pytest.raises(TrainingError, match=r"loss or weights are not finite any more, at step 1 .*; start anew"):
+    with pytest.raises(TrainingError, match=r"diverged near step 1: loss or weights are not finite; start again"):
         Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
@@ -332,3 +365,12 @@ def test_a_folder_in_use_and_nothing_to_resume(base: Path, tmp_path: Path) -> No
     with pytest.raises(FileError, match="in use"):
         Fit(FitConfig(), str(base), output / "notes.txt")
     assert (output / "notes.txt").read_text() == "mine"
+
+
+def test_defaults_suit_the_device(base: Path, tmp_path: Path, run: Callable[..., Ran]) -> None:
+    train = write_lines(tmp_path / "train.jsonl", claims(40))
+    common = ["fit", "--model", base, "--train", train, "--device", "cpu", "--json", "--steps", 1]
+    for name, options, expected in (("default", [], (32, 3.0)), ("given", ["--batch", 16, "--epochs", 7], (16, 7.0))):
+        assert run(*common, "--output", tmp_path / name, *options).json["steps"] == 1
+        config = json.loads((tmp_path / name / "fit.json").read_text())["config"]
+        assert (config["batch"], config["epochs"]) == expected

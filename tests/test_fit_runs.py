@@ -6,19 +6,19 @@ import json
 import os
 import random
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import Stopped, run_aside, run_in_two_processes, stop_at, stopped_by_sigterm, wait_for
+from processes import Stopped, last_step, run_aside, run_in_two_processes, stop_at, stopped_by_sigterm, wait_for
 from safetensors.torch import load_file
 from samples import answerer, claims, fact_checker, read_lines, texts, write_lines
 from training_runs import QUICK_FIT
 
 from factpatch.errors import FileError, InputError
 from factpatch.training import Fit, FitConfig
+from factpatch.training.run import STOPPING
 
 SURE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DRIVER = """
@@ -52,7 +52,7 @@ def test_a_damaged_checkpoint_is_named(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", claims(20))
     (tmp_path / "run" / "checkpoint" / "step-000000003").mkdir(parents=True)
     (tmp_path / "run" / "checkpoint" / "step-000000003" / "state.json").write_text("{")
-    with pytest.raises(FileError, match=r"no readable checkpoint in .*checkpoint"):
+    with pytest.raises(FileError, match=r"cannot read the checkpoint .*checkpoint.*start a new run"):
         Fit(FitConfig(**QUICK_FIT), str(base), tmp_path / "run", resume=True, device="cpu").run(train, None)
 
 
@@ -84,7 +84,7 @@ class Dead(BaseException):
 
 
 def test_a_kill_while_a_checkpoint_is_put_in_place(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that dies just before or just after a checkpoint appears has a whole one to resume from."""
+    """A run that dies just before or just after a checkpoint appears has a complete one to resume from."""
     train = write_lines(tmp_path / "train.jsonl", claims(40))
     settings = {**QUICK_FIT, "steps": 30, "checkpoint_seconds": 0.0}
     rename = os.rename
@@ -109,8 +109,8 @@ def test_a_killed_run_ends_with_the_same_weights(base: Path, tmp_path: Path, one
     run = json.dumps([settings, str(base), str(killed), str(train)])
     with run_aside([str(tmp_path / "driver.py"), run]) as process:
         try:
-            wait_for(process, killed / "checkpoint")
-            time.sleep(random.uniform(0.05, 0.6))
+            step = random.randint(1, 60)
+            wait_for(process, lambda: last_step(killed / "checkpoint") >= step)
         finally:
             process.kill()
     assert process.returncode == -signal.SIGKILL, "the run must not have ended by itself"
@@ -130,8 +130,8 @@ def test_a_run_that_is_asked_to_stop_can_be_resumed(base: Path, tmp_path: Path) 
     train = write_lines(tmp_path / "train.jsonl", claims(60))
     output = tmp_path / "run"
     options = ["--model", base, "--train", train, "--output", output, "--device", "cpu", "--batch", 8]
-    command = ["fit", *options, "--minutes", 5, "--checkpoint-seconds", 0.2]
-    err = stopped_by_sigterm(command, output / "checkpoint", timeout=20)
+    command = ["fit", *options, "--minutes", 600, "--checkpoint-seconds", 0]
+    err = stopped_by_sigterm(command, output / "checkpoint")
     errors = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert err.splitlines()[-1] == errors[0]
@@ -139,11 +139,11 @@ def test_a_run_that_is_asked_to_stop_can_be_resumed(base: Path, tmp_path: Path) 
     (checkpoint,) = (output / "checkpoint").glob("step-*")
     state = json.loads((checkpoint / "state.json").read_text())
     assert state["step"] > 0
-    assert state["seconds"] < 60
+    assert STOPPING in err
 
 
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    """Batches of an odd size, and fewer examples in the last than there are processes."""
+    """Batches have an odd size, and the last one has fewer examples than there are processes."""
     questions = [{"input": text, "output": " ".join(text.split()[:2])} for text in texts(48)]
     starts = {
         "classify": fact_checker(tmp_path / "checker", initializer_range=0.05, **SURE),
@@ -158,7 +158,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
         settings = {"task": task, "lr": 1e-3, "batch": 7, "steps": 14, "warmup": 2, "validations": 1}
         runs.append((settings, str(start), str(tmp_path / f"{task}-2"), str(data[task])))
     (tmp_path / "driver.py").write_text(DRIVER)
-    run_in_two_processes(tmp_path / "driver.py", *map(json.dumps, runs), timeout=60)
+    run_in_two_processes(tmp_path / "driver.py", *map(json.dumps, runs))
 
     for settings, start, two, train in runs:
         one = tmp_path / settings["task"]

@@ -1,4 +1,4 @@
-"""Recorded steps: the same numbers as steps that are not."""
+"""Steps that are recorded as CUDA graphs give the same numbers as others."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def test_on_a_cpu_it_is_the_function() -> None:
 
 @needs_gpu
 def test_recorded_shapes_give_the_same() -> None:
-    """And all of them into the same memory: gradients of an editor are large."""
+    """All graphs write to the same memory, because an editor's gradients are large."""
     graphed = Graphed(weigh)
-    places = []
+    addresses = []
     for size in (4, 4, 5, 4, 5, 5, 4):
         one = batch(size, "cuda")
         for found, wanted in zip(graphed(one), weigh(one), strict=True):
             torch.testing.assert_close(found, wanted)
-        places.append(graphed(one)[0].data_ptr())
+        addresses.append(graphed(one)[0].data_ptr())
     assert len(graphed.graphs) == 2
-    assert len(set(places[-2:])) == 1
+    assert len(set(addresses[-2:])) == 1
 
 
 @needs_gpu

@@ -18,7 +18,6 @@ pytest.importorskip("triton")
 from factpatch.constraints import kl  # noqa: E402
 from factpatch.kernels.attention import ShortAttention  # noqa: E402
 from factpatch.kernels.divergence import Divergence  # noqa: E402
-from factpatch.kernels.gates import GatedTokens  # noqa: E402
 from factpatch.kernels.norm import Norm  # noqa: E402
 from factpatch.kernels.product import edited_product  # noqa: E402
 
@@ -113,22 +112,6 @@ def test_divergence_of_what_is_never_said() -> None:
     wide = torch.cat([q[:, seen], q[:, 1999:]], 1)
     narrow = torch.cat([p[:, seen], torch.full_like(p[:, :1], -1e4)], 1)
     torch.testing.assert_close(Divergence.apply(p, q), kl(narrow.float(), wide.float()), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("tokens", "rank"), [(7, 16), (32, 40), (15, 16)])
-def test_gated_tokens(tokens: int, rank: int) -> None:
-    torch.manual_seed(0)
-    X = torch.randn(3, tokens, 300, device=DEVICE, dtype=DTYPE)
-    wider = torch.randn(3, 700, device=DEVICE, requires_grad=True)
-    gate, last = wider[:, :300], wider[:, 400:]
-    same_both_ways(
-        lambda gate, last: GatedTokens.apply(X, gate, last, rank),
-        lambda gate, last: torch.cat(
-            [X.float() * gate[:, None], F.pad(last[:, None], (0, 0, rank - tokens - 1, 0))], dim=1
-        ),
-        gate,
-        last,
-    )
 
 
 @pytest.mark.parametrize(

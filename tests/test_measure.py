@@ -1,10 +1,11 @@
-"""What is measured: definitions on hand-made cases, and many edits at once against one at a time."""
+"""Metrics on hand-made cases, and many edits at once compared with one at a time."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -17,9 +18,10 @@ from factpatch.editors import HyperNetwork
 from factpatch.errors import InputError
 from factpatch.evaluation import measure, predicted_now
 from factpatch.evaluation.measure import Examiner
+from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.facts import FactEdit
-from factpatch.metrics import Others, Outcome, outcome, summary
-from factpatch.models import Classifier, Seq2Seq, TaskModel
+from factpatch.metrics import Outcome, intervals, summary, value_names, wilson
+from factpatch.models import Seq2Seq, TaskModel
 from factpatch.models.base import TOKENS_PER_BATCH
 
 X = Revision(
@@ -39,33 +41,39 @@ OTHERS = [
 ]
 
 
-def says(x: str, *rephrased: str) -> dict[str, str]:
+def answers(x: str, *rephrased: str) -> dict[str, str]:
     return dict(zip([X.input, *X.rephrases, *X.human_rephrases], [x, *rephrased], strict=True))
+
+
+def values(*given: float | None) -> Outcome:
+    """An outcome from its values in the order of the table; the rest are missing."""
+    names = value_names()
+    return Outcome(dict(zip(names, [*given, *[None] * (len(names) - len(given))], strict=True)))
 
 
 def test_a_good_edit() -> None:
     """One of two other inputs with gold answers is wrong before; nothing changes."""
-    found = outcome(X, "no", says("No.", "no", "no", "no"), Others(OTHERS), ["yes", "yes", "no", "no"])
-    assert found == Outcome(True, 1.0, 1.0, 1.0, 0.5, 0.5)
+    found = outcome(X, "no", answers("No.", "no", "no", "no"), ControlInputs(OTHERS), ["yes", "yes", "no", "no"])
+    assert found == values(True, 1.0, 1.0, 1.0, 0.5, 0.5)
 
 
 def test_a_failed_edit_whose_paraphrases_agree_has_no_equivalence() -> None:
-    found = outcome(X, "no", says("yes", "yes", "yes", "yes"), Others(OTHERS), ["yes", "yes", "no", "yes"])
-    assert (found.success, found.equivalence, found.equivalence_human) == (False, 0.0, 0.0)
+    found = outcome(X, "no", answers("yes", "yes", "yes", "yes"), ControlInputs(OTHERS), ["yes", "yes", "no", "yes"])
+    assert (found.success, found.values["equivalence"], found.values["equivalence_human"]) == (False, 0.0, 0.0)
 
 
 def test_x_itself_never_counts() -> None:
     """Neither among the paraphrases nor among the others, however it is spelled."""
-    found = outcome(X, "no", says("no", "yes", "no", "yes"), Others(OTHERS), ["yes", "no", "yes", "no"])
-    assert found.equivalence == 0.0, "the second paraphrase is x"
-    assert found.retain == pytest.approx(1 / 3), "the fourth input is x"
-    assert (found.accuracy_before, found.accuracy_after) == (0.5, 1.0)
+    found = outcome(X, "no", answers("no", "yes", "no", "yes"), ControlInputs(OTHERS), ["yes", "no", "yes", "no"])
+    assert found.values["equivalence"] == 0.0, "the second paraphrase is x"
+    assert found.values["retain"] == pytest.approx(1 / 3), "the fourth input is x"
+    assert (found.values["accuracy_before"], found.values["accuracy_after"]) == (0.5, 1.0)
 
 
 def test_nothing_to_look_at() -> None:
     bare = replace(X, rephrases=(X.input.lower(),), human_rephrases=())
-    found = outcome(bare, "no", {X.input: "no", X.input.lower(): "no"}, Others(OTHERS[3:]), ["yes"])
-    assert found == Outcome(True, None, None, None, None, None)
+    found = outcome(bare, "no", {X.input: "no", X.input.lower(): "no"}, ControlInputs(OTHERS[3:]), ["yes"])
+    assert found == values(True)
     assert {key: value for key, value in summary([found]).items() if "kl" not in key} == {
         "success": 1.0,
         "retain": None,
@@ -75,8 +83,53 @@ def test_nothing_to_look_at() -> None:
     }
 
 
+def test_known_paraphrases_are_no_control_inputs() -> None:
+    """A paraphrase of x that is a record of its own should change with x, and must not count against retain."""
+    own = [replace(OTHERS[0], input=text) for text in ("Does France have Paris", "paris french")]
+    found = outcome(X, "no", answers("no", "no", "no", "no"), ControlInputs([*own, OTHERS[1]]), ["no", "no", "yes"])
+    assert found.values["retain"] == 1.0
+    assert (found.values["accuracy_before"], found.values["accuracy_after"]) == (0.0, 0.0)
+
+
+def test_edits_made_together_are_no_control_inputs_of_each_other() -> None:
+    found = outcome(
+        X, "no", answers("no", "no", "no", "no"), ControlInputs(OTHERS), ["no", "yes", "no", "no"], together=OTHERS[:1]
+    )
+    assert found.values["retain"] == 1.0
+
+
+def test_kl_counts_flipped_predictions() -> None:
+    """Flipping the inputs that moved most must not lower the mean."""
+    controls, moved = ControlInputs(OTHERS[:3]), np.array([0.1, 0.2, 3.0], np.float32)
+    kept = outcome(X, "no", answers("no", "no", "no", "no"), controls, ["yes", "yes", "no"], moved)
+    flipped = outcome(X, "no", answers("no", "no", "no", "no"), controls, ["yes", "yes", "yes"], moved)
+    for found in (kept, flipped):
+        assert found.values["kl_mean"] == pytest.approx(1.1)
+        assert found.values["kl_worst"] == pytest.approx(3.0)
+
+
+def test_an_interval_at_the_edge_has_a_width() -> None:
+    found = intervals([values(True, 1.0, 1.0)] * 30)
+    for key in ("success", "retain", "equivalence"):
+        assert found[key] == pytest.approx((0.8865, 1.0), abs=1e-3)
+    assert intervals([values(False, 0.5)] * 30)["success"] == pytest.approx((0.0, 0.1135), abs=1e-3)
+    assert wilson(0.5, 100) == pytest.approx((0.404, 0.596), abs=1e-3)
+
+
+def test_intervals_of_groups_vary_with_the_groups() -> None:
+    """Four groups of ten edits; success depends on the group alone, so that few independent values are left."""
+    grouped = [values(k < 2, 0.9 if k < 2 else 0.7) for k in range(4) for _ in range(10)]
+    alone, together = intervals(grouped), intervals(grouped, group_size=10)
+    for key in ("success", "retain"):
+        width = {name: found[key][1] - found[key][0] for name, found in (("alone", alone), ("together", together))}
+        assert width["together"] > 2 * width["alone"]
+    one_group = intervals(grouped, group_size=40)
+    assert "success" in one_group
+    assert "retain" not in one_group, "all edits of a group share it"
+
+
 def test_shares_are_averaged_within_an_edit_then_over_edits() -> None:
-    edits = [Outcome(True, 1.0, 0.5, None, 0.8, 0.6), Outcome(False, 0.5, None, 0.25, 0.8, 0.8)]
+    edits = [values(True, 1.0, 0.5, None, 0.8, 0.6), values(False, 0.5, None, 0.25, 0.8, 0.8)]
     found = summary(edits)
     assert (found["success"], found["retain"], found["equivalence"], found["equivalence_human"]) == (
         0.5,
@@ -100,10 +153,11 @@ def test_many_edits_at_once_are_what_one_at_a_time_is(model: TaskModel, editor: 
         (patch,) = editor.propose(model, [edit])
         with patch.applied(model):
             texts = [revision.input, *revision.rephrases, *revision.human_rephrases]
-            said = dict(zip(texts, model.predict(texts), strict=True))
-            alone = outcome(revision, edit.a, said, Others(known), model.predict([other.input for other in known]))
+            own = dict(zip(texts, model.predict(texts), strict=True))
+            others = model.predict([other.input for other in known])
+        alone = outcome(revision, edit.a, own, ControlInputs(known), others)
         assert found == alone
-    assert any((found.retain or 0) < 1 for found in together), "the edits must change something"
+    assert any((found.values["retain"] or 0) < 1 for found in together), "the edits must change something"
 
 
 def test_alternatives_that_cannot_be_said_are_no_edits() -> None:
@@ -121,17 +175,6 @@ def test_alternatives_that_cannot_be_said_are_no_edits() -> None:
     assert len(measure(loud_editor(model), model, editable(model, mixed), known)) == 1
 
 
-def test_revisions_of_another_model_are_refused() -> None:
-    model, other = tiny.build("bert"), tiny.build("bert", seed=3)
-    known = revisions(model, 20)
-    assert predicted_now(model, known) == known
-    assert isinstance(other, Classifier)
-    said = other.predict([r.input for r in known])
-    unlike = [next(label for label in other.labels if label != text) for text in said]
-    with pytest.raises(InputError, match="for 0 of 20 inputs only"):
-        predicted_now(other, [replace(r, prediction=text) for r, text in zip(known, unlike, strict=True)])
-
-
 def test_less_at_a_time_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("bert")
     known = revisions(model, 14)
@@ -140,8 +183,8 @@ def test_less_at_a_time_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -
     ask, asked = Examiner._ask, []
 
     def short(self: Examiner, batch: Any, count: int) -> Any:
-        asked.append(len(batch.numbers))
-        if len(batch.numbers) > 7:
+        asked.append(len(batch.indices))
+        if len(batch.indices) > 7:
             raise torch.cuda.OutOfMemoryError
         return ask(self, batch, count)
 
@@ -162,5 +205,5 @@ def test_scores_that_are_not_finite_are_an_error() -> None:
     name, change = next(iter(changes.items()))
     assert isinstance(change, LowRank)
     change.B[1].fill_(float("nan"))
-    with pytest.raises(InputError, match=f"not finite any more; the edit is {edits[1].id}"):
+    with pytest.raises(InputError, match=f"not finite after the edit of {edits[1].id}"):
         Examiner(model, given, 2, scores=True).examine({name: change}, edits)

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import signal
-import subprocess
-import sys
-import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from conftest import QUESTIONS, assert_untouched, loud_editor, weights_of
-from transformers import BertConfig, BertForMaskedLM, ResNetConfig, ResNetForImageClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+)
 
-from factpatch.device import find_device
-from factpatch.errors import DeviceError, InputError, ModelError
+from factpatch.device import find_device, idle_cores, use_free_cores
+from factpatch.errors import DeviceError, FileError, InputError, ModelError
 from factpatch.facts import FactEdit
 from factpatch.models import Classifier, Seq2Seq, TaskModel, editable_layers, load_model
 from factpatch.models.gpu import align, fill
-from factpatch.models.workers import Workers
 
-EDITABLE = {"gpt2": 2 * 4, "bart": 2 * 6 + 2 * 10, "t5": 2 * 6 + 2 * 10, "marian": 2 * 6 + 2 * 10}
+EDITABLE = {"deberta": 2 * 4, "gpt2": 2 * 4, "bart": 2 * 6 + 2 * 10, "t5": 2 * 6 + 2 * 10, "marian": 2 * 6 + 2 * 10}
 
 
 def test_every_linear_weight_inside_the_blocks_is_editable_and_nothing_else(
@@ -75,6 +78,109 @@ def test_the_fingerprint_is_of_the_weights_as_stored(tmp_path: Path) -> None:
     assert tiny.build("bert").fingerprint == stored != Classifier(model.model, model.tokenizer).fingerprint
 
 
+def test_the_identity_does_not_depend_on_precision(model: TaskModel, tmp_path: Path) -> None:
+    model.save(tmp_path / "fp32")
+    stored = [load_model(tmp_path / "fp32", "cpu", dtype) for dtype in (None, torch.bfloat16, torch.float64)]
+    assert {one.identity for one in stored} == {model.identity}
+    model.cast(torch.float16).save(tmp_path / "fp16")
+    halves = [load_model(tmp_path / "fp16", "cpu", dtype) for dtype in (None, torch.float32, torch.bfloat16)]
+    assert len({half.identity for half in halves}) == 1
+    assert halves[0].identity != model.identity, "other weights"
+
+
+def test_the_identity_is_of_weights_and_of_what_decides_answers(tmp_path: Path) -> None:
+    bert, bart = tiny.build("bert"), tiny.build("bart")
+    stored = bert.identity
+    with torch.no_grad():
+        bert.model.classifier.weight[0, 0] += 1
+    assert Classifier(bert.model, bert.tokenizer).identity != stored == tiny.build("bert").identity
+    named = tiny.build("bert", id2label={0: "a", 1: "b", 2: "c"}, label2id={"a": 0, "b": 1, "c": 2})
+    assert named.identity != stored
+    known = bart.identity
+    bart.model.generation_config.length_penalty = 0.0
+    assert Seq2Seq(bart.model, bart.tokenizer).identity != known
+    bart = tiny.build("bart")
+    bart.model.generation_config.use_cache = False
+    assert bart.identity == known, "gives the same answers"
+
+
+def test_the_identity_is_of_weights_without_patches() -> None:
+    model = tiny.build("bart")
+    (patch,) = loud_editor(model).propose(model, [FactEdit(QUESTIONS[0], "paris", "gitega")])
+    with patch.applied(model):
+        assert model.identity == tiny.build("bart").identity
+
+
+def test_another_precision_for_a_block(model: TaskModel, edits: list[FactEdit]) -> None:
+    """Weights, buffers and patches are afterwards as before, though half precision loses bits."""
+    first, second, _ = loud_editor(model).propose(model, edits)
+    before = weights_of(model)
+    first.apply(model)
+    patched = weights_of(model)
+    with pytest.raises(ZeroDivisionError), model.in_precision(torch.bfloat16):
+        assert {weight.dtype for weight in model.model.parameters()} == {torch.bfloat16}
+        _ = 1 / 0
+    assert_untouched(model, patched)
+    with model.in_precision(torch.bfloat16):
+        first.revert(model)
+        second.apply(model)
+    second.revert(model)
+    assert_untouched(model, before)
+    weights = [weight.data_ptr() for weight in model.model.parameters()]
+    with model.in_precision(torch.float32):
+        assert [weight.data_ptr() for weight in model.model.parameters()] == weights, "nothing to do"
+
+
+def test_a_cast_model_keeps_its_patches() -> None:
+    model = tiny.build("bert")
+    (patch,) = loud_editor(model).propose(model, [FactEdit(QUESTIONS[0], "LABEL_0", "LABEL_1")])
+    expected = weights_of(tiny.build("bert").cast(torch.bfloat16))
+    patch.apply(model).cast(torch.bfloat16).cast(torch.float32)
+    patch.revert(model)
+    assert_untouched(model.cast(torch.bfloat16), expected)
+
+
+def test_what_fit_held_out_is_read(tmp_path: Path) -> None:
+    tiny.build("bert").save(tmp_path / "m")
+    assert load_model(tmp_path / "m", "cpu").held_out is None
+    (tmp_path / "m" / "held-out.json").write_text('{"data": "0a", "seed": 0, "ids": ["a", "b"]}')
+    assert load_model(tmp_path / "m", "cpu").held_out == {"a", "b"}
+    for damaged in ('{"ids": ["a"', '{"ids": "a"}', "[]", "{}", '{"ids": [1]}'):
+        (tmp_path / "m" / "held-out.json").write_text(damaged)
+        with pytest.raises(FileError, match="is damaged"):
+            load_model(tmp_path / "m", "cpu")
+
+
+def capped_model() -> Seq2Seq:
+    """A tiny T5Gemma, whose logits are capped after its LM head."""
+    part: dict[str, Any] = {
+        "vocab_size": len(tiny.VOCABULARY),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "initializer_range": 0.3,
+        "final_logit_softcapping": 3.0,
+    }
+    special = {"pad_token_id": tiny.PAD, "bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS}
+    torch.manual_seed(0)
+    config = T5GemmaConfig(encoder={**part, **special}, decoder={**part, **special}, **special)
+    return Seq2Seq(T5GemmaForConditionalGeneration(config), tiny.tokenizer(True))
+
+
+@torch.no_grad()
+def test_scores_of_features_are_the_models_logits() -> None:
+    """Also where the head is followed by a soft cap, and for chosen positions alone."""
+    for model in (*map(tiny.build, tiny.SEQ2SEQS), capped_model()):
+        rows = model.rows(QUESTIONS, ["gitega", "paris and bujumbura", "euro"])
+        expected = model.logits(rows).flatten(0, 1)
+        torch.testing.assert_close(model.scores(model.features(rows)), expected, rtol=1e-5, atol=1e-5)
+        rows = replace(rows, target_positions=torch.tensor([0, 3]))
+        torch.testing.assert_close(model.scores(model.features(rows)), expected[[0, 3]], rtol=1e-5, atol=1e-5)
+
+
 def test_a_patch_made_in_half_precision_applies_to_the_model_in_full(tmp_path: Path) -> None:
     tiny.build("bart").save(tmp_path / "m")
     half, full = (load_model(tmp_path / "m", "cpu", dtype) for dtype in (torch.bfloat16, None))
@@ -107,48 +213,6 @@ def test_prediction_is_filled_in_and_given_ones_are_kept() -> None:
     filled, given = bart.resolve([FactEdit(QUESTIONS[0], "paris"), FactEdit(QUESTIONS[1], "paris", "gitega")])
     assert filled.y == bart.predict([QUESTIONS[0]])[0]
     assert given.y == "gitega"
-
-
-def test_work_shared_among_processes_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("factpatch.models.workers.SLICE", 7)
-    monkeypatch.setattr("factpatch.models.workers.WORTH_IT", 10)
-    texts = [f"text {i}" for i in range(100)]
-    workers = Workers(lambda part, mark: [(text + mark, os.getpid()) for text in part], processes=2)
-    first, second = workers(texts, "!"), workers(texts, "?")
-    assert [text for text, _ in first + second] == [text + "!" for text in texts] + [text + "?" for text in texts]
-    processes = {process for _, process in first + second}
-    assert len(processes) == 2  # which stay
-    assert os.getpid() not in processes
-    assert copy.deepcopy(workers).pool is None
-    for process in processes:
-        os.kill(process, signal.SIGKILL)
-    assert {process for _, process in workers(texts, "!")} == {os.getpid()}, "as nobody else is there"
-
-
-def test_processes_end_with_the_one_that_started_them() -> None:
-    script = """
-import os, signal
-from factpatch.models import workers
-workers.WORTH_IT = 1
-pids = workers.Workers(lambda texts: [os.getpid()] * len(texts), processes=2)(["text"] * 4000)
-print(*set(pids), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL
-    pids = [int(pid) for pid in killed.stdout.split()]
-    assert pids
-    deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(alive(pid) for pid in pids)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # Bad input
@@ -187,7 +251,7 @@ def test_a_label_that_the_classifier_does_not_have() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "reason"), [("", "empty"), ("paris " * 40, "at most 32 tokens"), ("zürich", "spell")]
+    ("target", "reason"), [("", "empty"), ("paris " * 40, "at most 32 tokens"), ("zürich", "turns")]
 )
 def test_targets_that_cannot_be_said(target: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
@@ -251,6 +315,26 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="no usable CUDA GPU; use --device cpu"):
         find_device("cuda")
+
+
+def test_threads_suit_the_model_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr("factpatch.device.idle_cores", lambda: 7)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    use_free_cores(tiny.build("bert"))
+    use_free_cores(tiny.build("bert", hidden_size=256, num_hidden_layers=1))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    use_free_cores(tiny.build("bert"))
+    assert chosen == [1, 7]
+
+
+def test_idle_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 <= idle_cores(0.01) <= len(os.sched_getaffinity(0))
+    for after, idle in (([(110, 200), (200, 200), (190, 200)], 2), ([(100, 200)] * 3, 1)):
+        times = iter([[(100, 100)] * 3, after])
+        monkeypatch.setattr("factpatch.device._core_times", lambda times=times: next(times))
+        assert idle_cores(0) == idle
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="is for CUDA GPUs only")

@@ -1,10 +1,9 @@
-"""The objective of a step against the dense oracle, and the table that its batches come from."""
+"""The objective of a step against the dense oracle."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -14,20 +13,21 @@ from samples import revisions
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from factpatch.data.revisions import Revision
+from factpatch.data.revisions import Revision, teachable
 from factpatch.editors import HyperNetwork
-from factpatch.errors import InputError
-from factpatch.facts import FactEdit, normalize
+from factpatch.facts import FactEdit
 from factpatch.models import Rows, TaskModel
 from factpatch.training import TrainConfig
-from factpatch.training.objective import Objective, doubts, unedited_outputs
-from factpatch.training.table import Plan, RevisionTable
+from factpatch.training.batcher import Batcher
+from factpatch.training.objective import Objective
+from factpatch.training.sampler import Plan, Sampler, training_paraphrases
+from factpatch.training.unedited import doubts, unedited_outputs
 
 CONFIG = TrainConfig(edits=3, rows=5, label_smoothing=0.1, constraint="both", max_tokens=36)
 
 
 class _Logits(nn.Module):
-    """A task model's logits as a module, for functional_call: (places, classes)."""
+    """A task model's logits as a module, for functional_call: (positions, classes)."""
 
     def __init__(self, model: TaskModel):
         super().__init__()
@@ -40,7 +40,7 @@ class _Logits(nn.Module):
 
 
 def logits_under(model: TaskModel, update: dict[str, Tensor], text: str, target: str) -> tuple[Tensor, Tensor]:
-    """Of one text alone, so of no padding; and the target's labels."""
+    """The logits of one text alone, so without padding, and the labels of its target."""
     weights = {}
     for name, delta in update.items():
         layer = model.layers[name]
@@ -52,29 +52,26 @@ def logits_under(model: TaskModel, update: dict[str, Tensor], text: str, target:
 
 
 def written_out(
-    table: RevisionTable, plan: Plan, known: list[Revision]
+    plan: Plan, known: list[Revision], config: TrainConfig
 ) -> list[tuple[FactEdit, list[str], list[Revision]]]:
-    """A plan in words: each edit, the texts it shall change, the revisions that shall stay."""
-    texts = {number: text for text, number in _numbers(table, known).items()}
+    """A plan in words: each edit, the texts that are to get its answer, and its control inputs."""
     found = []
-    for i, number in enumerate(plan.revisions):
+    for i, number in enumerate(plan.edited):
         revision = known[number]
         edit = FactEdit(revision.input, revision.alternatives[plan.alternatives[i]], revision.prediction)
-        found.append(
-            (edit, [revision.input, *(texts[n] for n in plan.paraphrases[i])], [known[n] for n in plan.others[i]])
-        )
+        paraphrases = training_paraphrases(revision, config)
+        texts = [revision.input, *(paraphrases[n] if n >= 0 else revision.input for n in plan.paraphrases[i])]
+        found.append((edit, texts, [known[n] for n in plan.controls[i]]))
     return found
 
 
-def _numbers(table: RevisionTable, known: list[Revision]) -> dict[str, int]:
-    """How the table numbers its texts: inputs first, then paraphrases, as they turn up."""
-    numbers: dict[str, int] = {}
-    for revision in known:
-        numbers.setdefault(revision.input, len(numbers))
-    for revision in known:
-        for text in revision.rephrases:
-            numbers.setdefault(text, len(numbers))
-    return numbers
+def prepared(model: TaskModel, known: list[Revision], config: TrainConfig) -> tuple[Sampler, Batcher]:
+    known = teachable(model, known)
+    return Sampler(known, config), Batcher(model, loud_editor(model), known, config)
+
+
+def objective_of(model: TaskModel, config: TrainConfig, sampler: Sampler, batcher: Batcher) -> Objective:
+    return Objective(model, config, unedited_outputs(model, batcher, sampler.pool))
 
 
 @pytest.fixture
@@ -83,11 +80,11 @@ def known(model: TaskModel) -> list[Revision]:
 
 
 def test_loss_and_gradients_equal_the_oracles(model: TaskModel, editor: HyperNetwork, known: list[Revision]) -> None:
-    table = RevisionTable(model, loud_editor(model), known, CONFIG)
-    plan = table.plan(0)
-    measured = Objective(model, CONFIG, unedited_outputs(model, table))(editor, table.batch(plan, CONFIG.edits))
+    sampler, batcher = prepared(model, known, CONFIG)
+    plan = sampler.plan(0)
+    measured = objective_of(model, CONFIG, sampler, batcher)(editor, batcher.batch(plan, CONFIG.edits))
     losses, kls, sizes = [], [], []
-    for edit, edit_texts, others in written_out(table, plan, known):
+    for edit, edit_texts, others in written_out(plan, known, CONFIG):
         update = dense_update(editor, model, edit)
         sizes.append(torch.stack([delta.square().mean().sqrt() for delta in update.values()]).mean())
         for text in edit_texts:
@@ -120,9 +117,9 @@ def test_unedited_outputs_are_the_same_kept_or_computed_anew(
 ) -> None:
     for over in ("top1", "beam"):
         config = replace(CONFIG, kl_over=over, rows=13, constraint="kl")
-        table = RevisionTable(model, loud_editor(model), known, config)
-        objective = Objective(model, config, unedited_outputs(model, table))
-        batch = table.batch(table.plan(3), config.edits)
+        sampler, batcher = prepared(model, known, config)
+        objective = objective_of(model, config, sampler, batcher)
+        batch = batcher.batch(sampler.plan(3), config.edits)
         kept = objective(editor, batch).constraints
         assert objective.unedited is not None
         objective.unedited = None
@@ -132,28 +129,27 @@ def test_unedited_outputs_are_the_same_kept_or_computed_anew(
 
 @pytest.mark.parametrize("over", ["top1", "beam"])
 def test_doubts_are_what_predictions_lack_to_certainty(model: TaskModel, known: list[Revision], over: str) -> None:
-    table = RevisionTable(model, loud_editor(model), known, replace(CONFIG, kl_over=over, rows=13))
+    sampler, batcher = prepared(model, known, replace(CONFIG, kl_over=over, rows=13))
     expected = []
-    for number in table.pool:
+    for number in sampler.pool:
         logits, labels = logits_under(model, {}, known[number].input, known[number].prediction)
         expected.append(1 - logits.softmax(-1).gather(1, labels[:, None]).min().item())
-    for unedited in (None, unedited_outputs(model, table)):
-        assert doubts(model, table, unedited) == pytest.approx(expected, rel=1e-3)
+    for unedited in (None, unedited_outputs(model, batcher, sampler.pool)):
+        assert doubts(model, batcher, sampler.pool, unedited) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", tiny.SEQ2SEQS)
 def test_kl_over_the_beam(name: str) -> None:
-    """Σ p(c) log p(c)/p'(c) over what the beam found, each candidate a whole answer."""
+    """It is Σ p(c) log p(c)/p'(c) over the candidates of the beam, each a whole answer."""
     model = tiny.build(name)
     editor, known = loud_editor(model), revisions(model, 12)
     config = replace(CONFIG, kl_over="beam", rows=13, constraint="kl")
-    table = RevisionTable(model, loud_editor(model), known, config)
-    plan = table.plan(0)
-    ours = Objective(model, config, unedited_outputs(model, table))(
-        editor, table.batch(plan, config.edits)
-    ).constraints.item()
+    sampler, batcher = prepared(model, known, config)
+    plan = sampler.plan(0)
+    objective = objective_of(model, config, sampler, batcher)
+    ours = objective(editor, batcher.batch(plan, config.edits)).constraints.item()
     sums = []
-    for edit, _, others in written_out(table, plan, known):
+    for edit, _, others in written_out(plan, known, config):
         update = dense_update(editor, model, edit)
         assert len(others) == 2
         for other in others:
@@ -172,115 +168,15 @@ def test_a_second_update_is_computed_on_the_first(
     model: TaskModel, editor: HyperNetwork, known: list[Revision]
 ) -> None:
     once, twice = (replace(CONFIG, updates=n) for n in (1, 2))
-    table = RevisionTable(model, loud_editor(model), known, once)
-    batch = table.batch(table.plan(0), once.edits)
-    first = editor.update(model, batch.fact)
-    second = editor.update(model, batch.fact, under=first)
-    found = Objective(model, twice, unedited_outputs(model, table))._update(editor, batch)
+    sampler, batcher = prepared(model, known, once)
+    batch = batcher.batch(sampler.plan(0), once.edits)
+    first = editor.update(model, batch.edit_batch)
+    second = editor.update(model, batch.edit_batch, under=first)
+    found = objective_of(model, twice, sampler, batcher).update(editor, batch.edit_batch)
     for name, delta in found.items():
         torch.testing.assert_close(delta.dense(), first[name].dense() + second[name].dense(), rtol=1e-4, atol=1e-5)
-    measured = Objective(model, twice, unedited_outputs(model, table))(editor, batch)
-    assert measured.loss.item() != pytest.approx(
-        Objective(model, once, unedited_outputs(model, table))(editor, batch).loss.item()
-    )
+    measured = objective_of(model, twice, sampler, batcher)(editor, batch)
+    of_one = objective_of(model, once, sampler, batcher)(editor, batch)
+    assert measured.loss.item() != pytest.approx(of_one.loss.item())
     measured.loss.backward()
     assert all(p.grad is None for p in model.model.parameters())
-
-
-# The table
-
-
-@pytest.fixture(scope="module")
-def bert() -> TaskModel:
-    return tiny.build("bert")
-
-
-@pytest.fixture(scope="module")
-def bert_revisions(bert: TaskModel) -> list[Revision]:
-    return revisions(bert, 30)
-
-
-def test_plans_repeat_and_epochs_see_every_revision_once(bert: TaskModel, bert_revisions: list[Revision]) -> None:
-    config = TrainConfig(edits=4, rows=6)
-    first, second = (RevisionTable(bert, loud_editor(bert), bert_revisions, config) for _ in range(2))
-    seen = []
-    for step in range(15):
-        one, other = first.plan(step), second.plan(step)
-        assert all(np.array_equal(getattr(one, name), getattr(other, name)) for name in one.__dataclass_fields__)
-        seen += one.revisions.tolist()
-    assert sorted(seen[:30]) == sorted(seen[30:60]) == list(range(30))
-    assert seen[:30] != seen[30:60]
-    assert not np.array_equal(
-        RevisionTable(bert, loud_editor(bert), bert_revisions, replace(config, seed=1)).plan(0).others,
-        first.plan(0).others,
-    )
-
-
-def test_others_are_drawn_in_proportion_to_their_doubts(bert: TaskModel, bert_revisions: list[Revision]) -> None:
-    table = RevisionTable(bert, loud_editor(bert), bert_revisions, TrainConfig(edits=30, rows=22))
-    weights = np.linspace(0, 1, len(table.pool))
-    table.prefer(weights)
-    drawn = np.concatenate([table.plan(step).others.ravel() for step in range(50)])
-    shares = np.bincount(drawn, minlength=30)[table.pool] / len(drawn)
-    # 30,000 draws: a share's standard error is 0.0014 at most; the edited ones' neighbours stand in for them.
-    assert shares == pytest.approx(weights / weights.sum(), abs=0.008)
-    again = RevisionTable(bert, loud_editor(bert), bert_revisions, TrainConfig(edits=30, rows=22))
-    again.prefer(7 * weights)
-    assert np.array_equal(again.plan(3).others, table.plan(3).others)
-
-
-def test_inputs_equal_to_the_edited_one_are_no_others(bert: TaskModel, bert_revisions: list[Revision]) -> None:
-    """Also where two records differ in punctuation and case only."""
-    twins = [replace(r, id=f"{r.id}'", input=f"{r.input.upper()} ?!") for r in bert_revisions[:2]]
-    few = [*bert_revisions[:2], *twins]
-    table = RevisionTable(bert, loud_editor(bert), few, TrainConfig(edits=4, rows=30))
-    for step in range(5):
-        plan = table.plan(step)
-        for number, others in zip(plan.revisions, plan.others, strict=True):
-            assert all(normalize(few[n].input) != normalize(few[number].input) for n in others)
-
-
-def test_a_revision_without_paraphrases_learns_from_its_input(bert: TaskModel, bert_revisions: list[Revision]) -> None:
-    bare = [replace(r, rephrases=()) for r in bert_revisions]
-    table = RevisionTable(bert, loud_editor(bert), bare, TrainConfig(edits=4, rows=6, paraphrase_rows=2))
-    plan = table.plan(0)
-    assert np.array_equal(plan.paraphrases, np.repeat(table.inputs[plan.revisions][:, None], 2, 1))
-
-
-@pytest.mark.parametrize(("which", "start"), [("generated", "the "), ("human", "a ")])
-def test_which_paraphrases(bert: TaskModel, bert_revisions: list[Revision], which: str, start: str) -> None:
-    table = RevisionTable(bert, loud_editor(bert), bert_revisions, TrainConfig(edits=30, rows=6, paraphrases=which))
-    shown = set()
-    for step in range(10):
-        plan = table.plan(step)
-        shown |= set(plan.paraphrases.ravel().tolist())
-    expected = {"generated": "rephrases", "human": "human_rephrases"}[which]
-    allowed = {text for r in bert_revisions for text in (r.input, *getattr(r, expected))}
-    ids = table.texts.columns["input_ids"].tolist()
-    decoded = set(bert.tokenizer.batch_decode(ids, skip_special_tokens=True))
-    assert decoded == allowed
-    assert any(text.startswith(start) for text in decoded)
-
-
-def test_weights_are_means(bert: TaskModel, bert_revisions: list[Revision]) -> None:
-    """Over tokens, rows and edits; the parts of a step add up to the whole."""
-    config = TrainConfig(edits=5, rows=7)
-    table = RevisionTable(bert, loud_editor(bert), bert_revisions, config)
-    plan = table.plan(0)
-    parts = [table.batch(plan.part(i, 2), total=5) for i in range(2)]
-    for name in ("edit", "keep"):
-        assert sum(float(getattr(part, name).weights.sum()) for part in parts) == pytest.approx(1.0)
-
-
-def test_revisions_that_cannot_be_trained_on(bert: TaskModel, bert_revisions: list[Revision]) -> None:
-    with pytest.raises(InputError, match="with alternatives"):
-        RevisionTable(bert, loud_editor(bert), [replace(r, alternatives=()) for r in bert_revisions], TrainConfig())
-    with pytest.raises(InputError, match="two different inputs"):
-        RevisionTable(bert, loud_editor(bert), bert_revisions[:1] * 3, TrainConfig())
-    with pytest.raises(InputError, match="no label"):
-        RevisionTable(
-            bert,
-            loud_editor(bert),
-            [replace(bert_revisions[0], prediction="maybe"), *bert_revisions[1:]],
-            TrainConfig(),
-        )

@@ -19,14 +19,14 @@ from factpatch.models import load_model
 
 @pytest.fixture(scope="module")
 def round_trip(tmp_path_factory: pytest.TempPathFactory) -> RoundTrip:
-    """Two models with room for what random weights say, which is seldom short."""
+    """Two models that can write the long translations that random weights make."""
     return translators(tmp_path_factory.mktemp("models"), max_position_embeddings=128)
 
 
-def translators(place: Path, **overrides: Any) -> RoundTrip:
+def translators(folder: Path, **overrides: Any) -> RoundTrip:
     for seed, name in enumerate(["forward", "backward"]):
-        tiny.build("marian", seed, **overrides).save(place / name)
-    return RoundTrip(load_model(place / "forward", "cpu"), load_model(place / "backward", "cpu"))
+        tiny.build("marian", seed, **overrides).save(folder / name)
+    return RoundTrip(load_model(folder / "forward", "cpu"), load_model(folder / "backward", "cpu"))
 
 
 def assert_paraphrases_of(text: str, found: list[str]) -> None:
@@ -52,7 +52,7 @@ def test_copies_and_duplicates_are_removed() -> None:
     assert RoundTrip._ordered("text", ["p0", "p1", "", "unknown"], back) == ["Is it so?", "NEW", "another"]
 
 
-def test_the_best_place_of_a_duplicate_counts() -> None:
+def test_the_best_rank_of_a_duplicate_counts() -> None:
     back = {"p0": ["a", "b", "c", "d", "late"], "p1": ["late", "x"]}
     assert RoundTrip._ordered("text", ["p0", "p1"], back) == ["a", "b", "late", "c", "x", "d"]
 
@@ -63,7 +63,7 @@ def test_each_text_goes_there_and_back_with_five_beams(round_trip: RoundTrip) ->
     assert len(found) == len(inputs)
     for text, ranked in zip(inputs, found, strict=True):
         assert_paraphrases_of(text, ranked)
-    assert max(map(len, found)) > 5, "more than one translation comes back"
+    assert max(map(len, found)) > 5, "paraphrases come from more than one translation"
 
     there = round_trip.forward.candidates(inputs)
     pivots = [pivot for ranked in there for pivot in ranked if pivot]
@@ -75,7 +75,7 @@ def test_each_text_goes_there_and_back_with_five_beams(round_trip: RoundTrip) ->
 
 @pytest.mark.parametrize("positions", [40, 128])
 def test_a_long_text_among_short_ones(tmp_path: Path, positions: int) -> None:
-    """Translations could grow past what the models read or write; that costs paraphrases, not the run."""
+    """Translations longer than the models can read or write cost paraphrases, not the run."""
     round_trip = translators(tmp_path, max_position_embeddings=positions)
     inputs = [*texts(3), *texts(1, shortest=34, longest=34)]
     assert max(round_trip.forward.lengths(inputs)) == 35
@@ -115,7 +115,7 @@ def test_records_keep_everything_but_their_paraphrases(round_trip: RoundTrip, tm
 
 
 class Translated:
-    """Counts what is translated, and may fail at one of the chunks."""
+    """Records what is translated; fails at one of the chunks if asked to."""
 
     def __init__(self, round_trip: RoundTrip, fail_at: int = 0):
         self.texts: list[str] = []
@@ -130,7 +130,7 @@ class Translated:
         return self.real(inputs)
 
 
-def test_a_run_goes_on_where_it_stopped(round_trip: RoundTrip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_where_it_stopped(round_trip: RoundTrip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(module.CHUNK, "cpu", 2)
     source = write_lines(tmp_path / "in.jsonl", [{"input": text} for text in texts(7, longest=5)])
     paraphrase(round_trip, source, tmp_path / "whole.jsonl")
@@ -143,26 +143,26 @@ def test_a_run_goes_on_where_it_stopped(round_trip: RoundTrip, tmp_path: Path, m
     assert output.read_text() == "old"
 
     rest = Translated(round_trip)
-    told: list[int] = []
+    progress: list[int] = []
     with monkeypatch.context() as patched:
         patched.setattr(round_trip, "paraphrases", rest)
-        paraphrase(round_trip, source, output, on_done=told.append)
+        paraphrase(round_trip, source, output, on_done=progress.append)
     assert len(rest.texts) == 3
-    assert told == [4, 2, 1]
+    assert progress == [4, 2, 1]
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_processor_works_in_small_chunks(round_trip: RoundTrip, tmp_path: Path) -> None:
-    """And progress counts what is left out, too."""
+def test_the_first_chunks_are_small(round_trip: RoundTrip, tmp_path: Path) -> None:
+    """Progress also counts the claims that are left out."""
     lines = [fever(i, text, "SUPPORTS") for i, text in enumerate(texts(34, longest=3))]
     lines[3]["output"][0]["answer"] = "NOT ENOUGH INFO"
-    told: list[int] = []
-    paraphrase(round_trip, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", on_done=told.append)
-    assert told == [0, 33, 1]
+    progress: list[int] = []
+    paraphrase(round_trip, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", on_done=progress.append)
+    assert progress == [0, 2, 5, 8, 16, 3]
 
 
-def test_bad_records_are_named_or_passed_over(round_trip: RoundTrip, tmp_path: Path) -> None:
+def test_bad_records_are_named_or_skipped(round_trip: RoundTrip, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"input": "who leads france ?"}, {"input": "capital " * 99}])
     with pytest.raises(InputError, match="line 2: the model reads at most 36 tokens"):
         paraphrase(round_trip, source, tmp_path / "out.jsonl")
@@ -172,13 +172,13 @@ def test_bad_records_are_named_or_passed_over(round_trip: RoundTrip, tmp_path: P
     assert len(read_lines(tmp_path / "out.jsonl")) == 1
 
 
-def turned(round_trip: RoundTrip, place: Path) -> RoundTrip:
+def turned(round_trip: RoundTrip, folder: Path) -> RoundTrip:
     return RoundTrip(round_trip.backward, round_trip.forward)
 
 
-def with_other_words(round_trip: RoundTrip, place: Path) -> RoundTrip:
+def with_other_words(round_trip: RoundTrip, folder: Path) -> RoundTrip:
     """Translators with the same layers and other word embeddings."""
-    other = translators(place, max_position_embeddings=128)
+    other = translators(folder, max_position_embeddings=128)
     other.backward.word_embeddings.mul_(1.5)
     assert other.backward.fingerprint == round_trip.backward.fingerprint
     return other

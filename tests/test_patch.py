@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -16,7 +17,7 @@ from factpatch.editors import HyperNetwork
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
-from factpatch.patch import Patch, _checksum, stack_patches
+from factpatch.patch import Patch, checksum, stack_patches
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_a_patch_may_leave_weights_alone(bert: TaskModel, patches: list[Patch]) 
 
 
 def test_revert_of_a_patch_that_is_not_on_the_model(bert: TaskModel, patches: list[Patch]) -> None:
-    with pytest.raises(MismatchError, match="not on the model"):
+    with pytest.raises(MismatchError, match="not applied to the model"):
         patches[0].revert(bert)
 
 
@@ -150,6 +151,39 @@ def test_a_patch_that_is_on_twice_comes_off_once(bert: TaskModel, patches: list[
     with patches[0].applied(bert):
         assert len(bert.patches) == 2
     assert_untouched(bert, once)
+
+
+def test_patches_are_equal_by_content(bert: TaskModel, patches: list[Patch], tmp_path: Path) -> None:
+    """A patch that was loaded twice is one patch: the second copy reverts the first."""
+    before = weights_of(bert)
+    patches[0].save(tmp_path / "p.safetensors")
+    Patch.load(tmp_path / "p.safetensors").apply(bert)
+    Patch.load(tmp_path / "p.safetensors").revert(bert)
+    assert_untouched(bert, before)
+    assert Patch.load(tmp_path / "p.safetensors") == patches[0] != patches[1]
+    assert len({Patch.load(tmp_path / "p.safetensors"), *patches}) == 3
+    assert patches[0] != "a patch"
+
+
+def test_a_patch_is_shown_on_one_short_line(patches: list[Patch]) -> None:
+    both = patches[0] + patches[1]
+    assert repr(both) == (
+        f"Patch(2 edits, first {QUESTIONS[0]!r}, rank {both.rank}, {both.nbytes:,} bytes, base {both.base[:12]})"
+    )
+
+
+@pytest.mark.parametrize("move", [{"dtype": torch.float64}, {"device": "meta"}], ids=str)
+def test_originals_follow_a_model_that_is_moved(bert: TaskModel, patches: list[Patch], move: dict[str, Any]) -> None:
+    expected = {name: weight.to(**move) for name, weight in weights_of(bert).items()}
+    patches[0].apply(bert)
+    bert.model.to(**move)
+    patches[1].apply(bert)
+    assert all(original.device == bert.device for original in bert.originals.values())
+    patches[0].revert(bert)
+    patches[1].revert(bert)
+    assert not bert.originals
+    if "dtype" in move:
+        assert_untouched(bert, expected)
 
 
 # Bad input
@@ -170,9 +204,9 @@ def test_each_input_needs_its_own_patch(bert: TaskModel, patches: list[Patch]) -
 def test_files_that_hold_no_change_of_a_weight(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """A right checksum over wrong content."""
     metadata = {"format": "factpatch-patch-1", "base": "b", "method": "m", "edits": "[]"}
-    metadata["checksum"] = _checksum(metadata, tensors)
+    metadata["checksum"] = checksum(metadata, tensors)
     save_file(tensors, tmp_path / "p.safetensors", metadata=metadata)
-    with pytest.raises(FileError, match="no whole patch"):
+    with pytest.raises(FileError, match="does not hold a complete patch"):
         Patch.load(tmp_path / "p.safetensors")
 
 

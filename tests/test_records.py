@@ -1,4 +1,4 @@
-"""Reading facts in every known form."""
+"""Reading facts in all formats, from files and from the hub."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from samples import counterfact, fever, write_lines, zsre
 
+from factpatch.data.formats import Record
 from factpatch.data.records import (
+    FORMATS,
     Counts,
-    Record,
     count_records,
     parse_record,
     read_records,
@@ -138,6 +139,7 @@ def test_counterfact_as_published(tmp_path: Path) -> None:
         subject="Danielle Darrieux",
         relation="P103",
         alternative="English",
+        neighbours=("The native language of Montesquieu is",),
     )
     assert second.id == "1"
     assert count_records(path) == 2
@@ -174,6 +176,53 @@ def test_a_counterfact_record_without_its_number_or_with_an_odd_relation(tmp_pat
             list(read_records(write_lines(tmp_path / "f.jsonl", [record])))
 
 
+SIMPLIFIED = {
+    "id": "cf-0",
+    "input": "The mother tongue of Danielle Darrieux is",
+    "output": [{"answer": "French"}],
+    "alternative": "English",
+    "human_rephrases": ["Where Danielle Darrieux is from, people speak the language of"],
+    "meta": {
+        "subject_entity": "Danielle Darrieux",
+        "same_relation": "Michel Rocard is a native speaker of",
+        "same_relation_answer": "French",
+    },
+}
+
+
+def test_counterfact_in_its_simplified_form(tmp_path: Path) -> None:
+    (record,) = read_records(write_lines(tmp_path / "counterfact.jsonl", [SIMPLIFIED]))
+    assert record == Record(
+        id="cf-0",
+        input="The mother tongue of Danielle Darrieux is",
+        answers=("French",),
+        human_rephrases=("Where Danielle Darrieux is from, people speak the language of",),
+        subject="Danielle Darrieux",
+        alternative="English",
+        neighbours=("Michel Rocard is a native speaker of",),
+    )
+    assert record.to_dict() == SIMPLIFIED
+
+
+def parse_triple(raw: dict[str, Any], default_id: str) -> Record | None:
+    """A toy format: {"triple": [subject, relation, object]}."""
+    if "triple" not in raw:
+        return None
+    subject, relation, answer = raw["triple"]
+    return Record(default_id, f"{relation} of {subject}?", (answer,), subject=subject, relation=relation)
+
+
+def test_a_new_format_is_one_function_and_one_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "f.jsonl", [GERMANY, {"triple": ["France", "capital", "Paris"]}, FRENCH])
+    with pytest.raises(InputError, match="line 2"):
+        list(read_records(path))
+    monkeypatch.setitem(FORMATS, "triple", parse_triple)
+    records = list(read_records(path))
+    assert [record.input for record in records][:2] == ["What is Germany's capital?", "capital of France?"]
+    assert parse_record(records[1].to_dict(), "none") == records[1], "commands write it in KILT's format"
+    assert records[2].id == "0"
+
+
 def test_an_array_after_empty_lines(tmp_path: Path) -> None:
     path = tmp_path / "counterfact.json"
     path.write_text("\n \n" + json.dumps([FRENCH], indent=1))
@@ -194,6 +243,7 @@ def test_a_damaged_array_is_named(tmp_path: Path) -> None:
         fever(1, "Paris is in France.", None),
         GERMANY,
         FRENCH,
+        SIMPLIFIED,
         {"id": "1", "input": "x", "rephrases": ["x1"], "human_rephrases": ["x2"], "alternative": "no"},
         {"id": "1", "input": "x", "output": "a", "meta": {"subject_entity": "s", "relation": "r", "more": 1}},
     ],
@@ -232,12 +282,13 @@ BAD_LINES = {
     "templates of another type": (b'{"input": "x", "meta": {"template_questions": "y"}}', "expected a list of texts"),
     "rephrases of another type": (b'{"input": "x", "rephrases": [1]}', 'expected a list of texts in "rephrases"'),
     "alternative of another type": (b'{"input": "x", "alternative": 3}', '"alternative"'),
+    "neighbours of another type": (b'{"input": "x", "meta": {"same_relation": [1]}}', '"same_relation"'),
     "subject of another type": (b'{"input": "x", "meta": {"subject_entity": {"a": 1}}}', '"subject_entity"'),
 }
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
-def test_a_bad_line_is_named_or_passed_over_and_counted(tmp_path: Path, case: str) -> None:
+def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, case: str) -> None:
     line, reason = BAD_LINES[case]
     path = tmp_path / "f.jsonl"
     path.write_bytes(b'{"id": "good-0", "input": "a"}\n\n' + line + b'\n{"id": "good-1", "input": "b"}\n')
@@ -281,7 +332,7 @@ def test_a_pipe_is_refused_where_data_is_read_again(use: Callable[[str], object]
     os.close(writing)
     with pytest.raises(FileError, match=r"read more than once, found a pipe at /dev/fd/\d+; write it to a file first"):
         use(f"/dev/fd/{reading}")
-    assert [record.input for record in read_records(f"/dev/fd/{reading}")] == ["x"], "once is well"
+    assert [record.input for record in read_records(f"/dev/fd/{reading}")] == ["x"], "a pipe can be read once"
     os.close(reading)
 
 
@@ -290,7 +341,7 @@ def test_the_data_is_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "link").symlink_to(path)
     monkeypatch.chdir(tmp_path)
     for output, source in ((path, path), (path, "f.jsonl"), ("link", path), (path, "link")):
-        with pytest.raises(FileError, match="which is the data; name another"):
+        with pytest.raises(FileError, match="is the data file itself; choose another output"):
             refuse_overwriting(output, "hub:kilt:train", source)
     refuse_overwriting(tmp_path / "new.jsonl", path, "hub:kilt:train", "none.jsonl")
 
@@ -383,5 +434,5 @@ def test_a_split_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_hub_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match="with its extra hub"):
+    with pytest.raises(InputError, match=r"pip install 'factpatch\[hub\]'"):
         list(read_records("hub:kilt:train"))

@@ -1,4 +1,4 @@
-"""The report: its table by hand, its comparisons, and figures that are there, whole and readable."""
+"""The report: tables compared with hand-made ones, comparisons of methods, and readable figures."""
 
 from __future__ import annotations
 
@@ -15,23 +15,38 @@ import matplotlib
 import numpy as np
 import pytest
 import results
+import tiny
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 from matplotlib.text import Text
 from safetensors.numpy import save_file
+from samples import revisions
 
 from factpatch.cli.report import report
+from factpatch.data.revisions import editable
+from factpatch.editors import METHODS, GradientStep
+from factpatch.editors.registry import Method
 from factpatch.errors import FactpatchError, FileError, InputError
+from factpatch.evaluation import evaluate
+from factpatch.metrics import METRICS, Metric, percent
 from factpatch.report import contests, list_figures, main_table, read_runs
 from factpatch.report.canvas import STYLE
-from factpatch.report.compare import cosines, grid, place, weigh
-from factpatch.report.tables import latex, latex_text, markdown, raw_numbers
+from factpatch.report.compare import cosines, grid, position, weigh
+from factpatch.report.spreadsheets import joint_numbers, raw_numbers
+from factpatch.report.tables import latex, latex_text, markdown
 
 FIGURES = {
-    "logits-ke": ["Fact-checking, KnowledgeEditor:", "log-odds of the original prediction, before", "unchanged score"],
+    "logits-ke": [
+        "Fact-checking: bert, 110M parameters (runs/classify)",
+        "log-odds of the original prediction, before",
+        "(retain over all 500 edits: 98.12 %)",
+        "unchanged score",
+    ],
     "logits-qa": ["mean log-probability of the original answer, after"],
     "magnitudes": [
-        "Fact-checking: root mean square change, relative to the method's largest; hatched: unchanged",
+        "Root mean square change of each weight, relative to the method's largest",
+        "unchanged by this method",
+        "no such weight in this layer",
         *(
             "Gradient, all",
             "Fine-tune, bert.encoder.layer.0",
@@ -42,14 +57,15 @@ FIGURES = {
         ),
     ],
     "cosines": ["Gradient, all [1]", "KnowledgeEditor [3]", "1.000"],
-    "dirichlet": ["Fact-checking: densities of the score", "Probability that the row beats the column"],
+    "dirichlet": ["Distribution of the weighted score", "Share of weightings under which the row"],
+    "together": ["Facts edited together in one model (bars: 95 % intervals)", "Success", "256"],
     "beams-ke": ["Edited input", "Paraphrase", "Unrelated input", "SUPPORTS"],
     "beams-qa": ["Windhoek", "Moscow"],
     "curves-kl": ["success", "retain", "equivalence", "edit loss", "KL", "KL's margin", "KL's multiplier", "step"],
     "curves-plain": ["edit loss", "step"],
     "curves-compare": ["kl", "plain", "success, %", "retain, %", "equivalence, %"],
 }
-TABLES = ["table.md", "table.tex", "table.csv", "dirichlet.csv"]
+TABLES = ["table.md", "table.tex", "table.csv", "together.csv", "dirichlet.csv"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +75,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         results.write_evaluation(home / "gradient", "gradient"),
         results.write_evaluation(home / "finetune", "finetune", layers="bert.encoder.layer.0"),
         results.write_evaluation(home / "ke"),
-        results.write_evaluation(home / "qa", "hyper", "answer"),
+        results.write_evaluation(
+            home / "qa",
+            "hyper",
+            "answer",
+            merge="sum",
+            together=[1, 16, 64, 256],
+            result={"curve": results.plausible_curve()},
+        ),
         results.write_training(home / "kl"),
         results.write_training(home / "plain", constraint=None),
     ]
@@ -173,29 +196,37 @@ def hand_made(folder: Path) -> list[Path]:
 def test_the_table_by_hand(tmp_path: Path) -> None:
     runs, _ = read_runs(hand_made(tmp_path))
     lines = markdown(main_table(runs)).splitlines()
-    assert lines[0] == "### Fact-checking"
+    assert lines[0] == "### Fact-checking: bert, 110M parameters (runs/classify)"
     assert lines[4:6] == [
-        "| Fine-tune, bert.encoder.layer.0 | **100.0** [95.0, 100.0] | 90.00 | 50.0 | 2.25 [−0.10, 5.00] | 0.25 "
+        "| Fine-tune, bert.encoder.layer.0 | **100.0** [95.0, 100.0] | 90.00 | 50.0 | **2.25** [−0.10, 5.00] | 0.25 "
         "| 20 × 1,000 |",
-        "| Zhu et al., all, m = 5e-4 | **100.0** | **98.77** | **75.0** / 50.0 | **−0.20** | **1.2e-4** | 20 × 1,000 |",
+        "| Zhu et al., all, m = 5e-4 | **100.0** | **98.77** | **75.0** / 50.0 | **−0.20** | 1.2e-4 | 20 × 1,000 |",
     ]
-    assert lines[7] == "### Question answering"
+    assert lines[7] == "### Question answering: bart, 139M parameters (runs/answer)"
     assert lines[11] == "| KnowledgeEditor + loop | - | 100.00 | - | - | - | 20 × 1,000 |"
 
 
 def test_latex(tmp_path: Path) -> None:
     runs, _ = read_runs(hand_made(tmp_path))
     lines = latex(main_table(runs)).splitlines()
-    assert lines[1:3] == [r"\begin{tabular}{lrrrrrr}", r"\toprule"]
-    assert lines[4:8] == [
-        r"\midrule",
-        r"\multicolumn{7}{l}{\textit{Fact-checking}} \\",
-        r"Fine-tune, bert.encoder.layer.0 & \textbf{100.0} {\scriptsize {[}95.0, 100.0]} & 90.00 & 50.0 & "
-        r"2.25 {\scriptsize {[}$-$0.10, 5.00]} & 0.25 & 20 $\times$ 1,000 \\",
-        r"Zhu et al., all, m = 5e-4 & \textbf{100.0} & \textbf{98.77} & \textbf{75.0} / 50.0 & "
-        r"\textbf{$-$0.20} & \textbf{1.2e-4} & 20 $\times$ 1,000 \\",
+    assert lines[1:3] == [r"\begin{tabular}{>{\raggedright\arraybackslash}p{0.24\linewidth}rrrrrr}", r"\toprule"]
+    assert lines[3:5] == [
+        r"Method & Success & Retain & Equivalence & Deterioration & Mean KL & Edits $\times$ \\",
+        r" & \% $\uparrow$ & \% $\uparrow$ & \% $\uparrow$ & \% $\downarrow$ & $\downarrow$ & inputs \\",
     ]
-    assert lines[-2:] == [r"\bottomrule", r"\end{tabular}"]
+    title = r"\textit{Fact-checking: bert, 110M parameters (runs/classify)}"
+    assert lines[5:11] == [
+        r"\midrule",
+        rf"\multicolumn{{7}}{{p{{0.95\linewidth}}}}{{{title}}} \\",
+        r"\addlinespace",
+        r"Fine-tune, bert.encoder.layer.0 & \textbf{100.0} & 90.00 & 50.0 & \textbf{2.25} & 0.25 "
+        r"& 20 $\times$ 1,000 \\",
+        r" & {\scriptsize {[}95.0, 100.0]} &  &  & {\scriptsize {[}$-$0.10, 5.00]} &  &  \\",
+        r"Zhu et al., all, m = $5 \cdot 10^{-4}$ & \textbf{100.0} & \textbf{98.77} & \textbf{75.0} / 50.0 & "
+        r"\textbf{$-$0.20} & $1.2 \cdot 10^{-4}$ & 20 $\times$ 1,000 \\",
+    ]
+    assert latex_text("m = 1e-4") == "m = $10^{-4}$"
+    assert lines[-4:-2] == [r"\bottomrule", r"\end{tabular}"]
     assert latex_text(r"50 % of a_b & $c# {d}~^\e") == (
         r"50 \% of a\_b \& \$c\# \{d\}\textasciitilde{}\textasciicircum{}\textbackslash{}e"
     )
@@ -205,6 +236,7 @@ def test_raw_numbers(tmp_path: Path) -> None:
     runs, _ = read_runs(hand_made(tmp_path)[::-1])
     rows = list(csv.DictReader(raw_numbers(runs).splitlines()))
     assert [row["run"] for row in rows] == ["b", "a", "c_1"], "fact-checking first, else in the order given"
+    assert rows[0]["model"] == "bert, 110M parameters (runs/classify)"
     assert (rows[0]["success"], rows[0]["success_low"], rows[0]["kl_mean"]) == ("0.9996", "", "0.00012")
     assert (rows[1]["deterioration_low"], rows[1]["method"]) == ("-0.001", "Fine-tune, bert.encoder.layer.0")
     assert (rows[2]["success"], rows[2]["retain_inputs"]) == ("", "1000")
@@ -213,7 +245,7 @@ def test_raw_numbers(tmp_path: Path) -> None:
 def test_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report(hand_made(tmp_path), tmp_path / "out", None, 0, False)
     said = capsys.readouterr().out
-    for shown in ("Fact-checking", "Question answering", "bert.encoder.layer.0", "98.77", "−0.20", "1.2e-4", "1,000"):
+    for shown in ("Fact-checking:", "Question answering:", "bert.encoder.layer.0", "98.77", "−0.20", "1.2e-4", "1,000"):
         assert shown in said
     assert max(map(len, said.split(str(tmp_path), 1)[0].splitlines())) <= 80
     assert str(tmp_path / "out" / "dirichlet.svg") in said
@@ -234,6 +266,123 @@ def test_labels_that_coincide_are_told_apart(tmp_path: Path) -> None:
     assert (first, second) == ("KnowledgeEditor (a-dev)", f"KnowledgeEditor ({runs[1].name})")
     assert runs[1].name.endswith("b-dev")
     assert third == "KnowledgeEditor", "of another task"
+
+
+def rates(folder: Path, name: str, **about: Any) -> Path:
+    result = dict.fromkeys(results.METRICS) | {"intervals": {}, "edits": 20, "retain_inputs": 1000}
+    return results.write_evaluation(folder / name, "finetune", bare=True, result=result | about.pop("result"), **about)
+
+
+def bold(runs: list[Path], column: int) -> list[bool]:
+    (section,) = main_table(read_runs(runs)[0])
+    return [line.cells[column][0].best for line in section.lines]
+
+
+def test_lost_accuracy_below_zero_is_not_better_than_none(tmp_path: Path) -> None:
+    runs = [rates(tmp_path, n, result={"deterioration": d}) for n, d in (("a", -0.03), ("b", 0.0), ("c", 0.02))]
+    assert bold(runs, 3) == [True, True, False]
+
+
+def test_runs_that_intervals_do_not_set_apart_are_bold_together(tmp_path: Path) -> None:
+    runs = [
+        rates(tmp_path, "a", result={"success": 0.97, "intervals": {"success": [0.94, 0.99]}}),
+        rates(tmp_path, "b", result={"success": 0.95, "intervals": {"success": [0.92, 0.98]}}),
+        rates(tmp_path, "c", result={"success": 0.80, "intervals": {"success": [0.75, 0.85]}}),
+    ]
+    assert bold(runs, 0) == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("unequal", "name"),
+    [
+        ({"precision": "bfloat16", "result": {}}, "precision"),
+        ({"result": {"edits": 100}}, "number of edits"),
+        ({"result": {"retain_inputs": 5}}, "number of inputs"),
+        ({"revisions": "other", "result": {}}, "data"),
+    ],
+)
+def test_unequal_conditions_are_never_ranked(tmp_path: Path, unequal: dict[str, Any], name: str) -> None:
+    runs = [rates(tmp_path, "a", result={"success": 0.5})]
+    result = {"success": 0.9} | unequal.pop("result")
+    runs.append(rates(tmp_path, "b", result=result, **unequal))
+    assert bold(runs, 0) == [False, False]
+    shown = markdown(main_table(read_runs(runs)[0]))
+    assert f"Nothing is bold, because the runs differ in {name}." in shown
+    assert not unequal or "revisions" in unequal or name in shown
+
+
+def test_runs_that_differ_in_merging_only_are_told_apart_by_it(tmp_path: Path) -> None:
+    curve = {"curve": results.plausible_curve()}
+    folders = [results.write_evaluation(tmp_path / m, bare=True, merge=m, result=curve) for m in ("sum", "solve")]
+    runs, _ = read_runs(folders)
+    assert [run.label for run in runs] == ["KnowledgeEditor, merged by sum", "KnowledgeEditor, merged by solve"]
+    rows = list(csv.DictReader(joint_numbers(runs).splitlines()))
+    assert [(row["merge"], row["facts"]) for row in rows[3:5]] == [("sum", "256"), ("solve", "1")]
+
+
+def test_a_failed_edit_is_marked_as_failed(tmp_path: Path) -> None:
+    folder = spoil(evaluated(tmp_path / "a") / "examples.json", '"a": "SUPPORTS"', '"a": "REFUTES"')
+    report([evaluated(tmp_path / "b"), folder], tmp_path / "out", None, 0, True)
+    failed, succeeded = ((tmp_path / "out" / f"beams-{name}.svg").read_text() for name in ("a", "b"))
+    assert "(THE EDIT FAILED: the first answer is not the target)" in failed
+    assert "(the edit succeeded)" in succeeded
+
+
+def test_results_of_other_models_stand_apart(tmp_path: Path) -> None:
+    runs = [rates(tmp_path, n, model=f"runs/{n}", result={"success": 0.5}) for n in ("a", "b")]
+    assert [len(section.lines) for section in main_table(read_runs(runs)[0])] == [1, 1]
+
+
+def test_a_method_that_is_not_registered_has_its_own_name(tmp_path: Path) -> None:
+    folder = spoil(results.write_evaluation(tmp_path / "a", bare=True) / "summary.json", '"hyper"', '"rome"')
+    (run,), _ = read_runs([folder])
+    assert run.label == "rome, all"
+
+
+def test_a_registered_method_has_its_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "rome", Method("ROME (Meng et al.)", "nowhere:ROME"))
+    folder = spoil(results.write_evaluation(tmp_path / "a", bare=True) / "summary.json", '"hyper"', '"rome"')
+    (run,), _ = read_runs([folder])
+    assert run.label == "ROME (Meng et al.), all"
+
+
+def test_results_without_a_version_still_load(tmp_path: Path) -> None:
+    """Their mean KL left out the predictions that had flipped, so it is not shown beside those of today."""
+    folder = results.write_evaluation(tmp_path / "old", bare=True)
+    summary = json.loads((folder / "summary.json").read_text())
+    for key in ("version", "model_kind", "precision"):
+        del summary[key]
+    results.write_json(folder / "summary.json", summary)
+    (run,), _ = read_runs([folder])
+    assert run.result.metrics["success"] == 0.99
+    assert run.result.metrics["kl_mean"] is None
+    assert main_table([run])[0].title == "Fact-checking: runs/classify"
+
+
+def test_a_metric_is_added_in_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It then appears in the summary, in summary.json, and in the report's tables."""
+    shouted = Metric(
+        "Shouted",
+        "Shout",
+        "edits that the model answers in capitals",
+        {"shouted": lambda seen: seen.answer.isupper()},
+        interval="share",
+        show=percent(1),
+        unit="%",
+    )
+    monkeypatch.setitem(METRICS, "shouted", shouted)
+    model = tiny.build("bert")
+    known = editable(model, revisions(model, 6))
+    result = evaluate(GradientStep(), model, known, known, tmp_path / "run", {})
+    assert result is not None
+    assert result.metrics["shouted"] == 1.0, "labels are in capitals"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["result"]["shouted"] == 1.0
+    runs, _ = read_runs([tmp_path / "run"])
+    table = markdown(main_table(runs))
+    assert "| Shouted, % ↑ |" in table
+    assert "| 100.0 [61.0, 100.0] |" in table
+    (row,) = csv.DictReader(raw_numbers(runs).splitlines())
+    assert (row["shouted"], row["shouted_high"]) == ("1.0", "1.0")
 
 
 def sketched(folder: Path, sketches: dict[str, list[float]], **about: Any) -> Path:
@@ -272,12 +421,12 @@ def test_wins_under_random_weights() -> None:
     assert (weigh(scores, seed=3)[0] == totals).all()
 
 
-def test_where_a_weight_stands() -> None:
-    assert vars(place("model.decoder.layers.1.fc1")) == {"stack": "decoder", "block": 1, "kind": "fc1"}
-    assert vars(place("bert.encoder.layer.3.output.dense.weight"))["kind"] == "output.dense"
-    assert vars(place("encoder.block.0.layer.1.DenseReluDense.wi"))["kind"] == "layer.1.DenseReluDense.wi"
-    assert vars(place("transformer.h.7.mlp.c_fc")) == {"stack": "transformer.h", "block": 7, "kind": "mlp.c_fc"}
-    assert vars(place("lm_head"))["block"] is None
+def test_the_position_of_a_weight() -> None:
+    assert vars(position("model.decoder.layers.1.fc1")) == {"stack": "decoder", "block": 1, "kind": "fc1"}
+    assert vars(position("bert.encoder.layer.3.output.dense.weight"))["kind"] == "output.dense"
+    assert vars(position("encoder.block.0.layer.1.DenseReluDense.wi"))["kind"] == "layer.1.DenseReluDense.wi"
+    assert vars(position("transformer.h.7.mlp.c_fc")) == {"stack": "transformer.h", "block": 7, "kind": "mlp.c_fc"}
+    assert vars(position("lm_head"))["block"] is None
 
 
 def test_a_grid_of_weights() -> None:
@@ -308,19 +457,22 @@ def evaluated(folder: Path) -> Path:
 
 
 WRONG = {
-    "nothing": (lambda f: f, "expected a folder written by factpatch evaluate .* found nothing; name such a folder"),
-    "a file": (lambda f: evaluated(f) / "summary.json", "expected a folder .* found a file"),
-    "a model": (a_model, "expected a folder .* found other files"),
+    "nothing": (lambda f: f, "expected the output folder of factpatch evaluate .* found nothing; check the path"),
+    "a file": (lambda f: evaluated(f) / "summary.json", "expected the output folder .* found a file"),
+    "a model": (a_model, "expected the output folder .* found other files"),
     "a cut summary": (
         lambda f: spoil(evaluated(f) / "summary.json", '"layers": "all"', '"layers": '),
-        "summary.json, line 3: expected JSON",
+        "summary.json is not valid JSON .*with a new --output folder",
     ),
-    "a list": (lambda f: spoil(evaluated(f) / "summary.json", "{", "["), "summary.json, line 2: expected JSON"),
-    "another method": (
-        lambda f: spoil(evaluated(f) / "summary.json", '"hyper"', '"rome"'),
-        'expected one of hyper, finetune, zhu, gradient in "method", found "rome"',
+    "a list": (lambda f: spoil(evaluated(f) / "summary.json", "{", "["), "summary.json is not valid JSON"),
+    "a newer version": (
+        lambda f: results.write_evaluation(f, version=99),
+        r"written by a newer factpatch \(format 99, this one reads up to 1\); upgrade factpatch",
     ),
-    "no task": (lambda f: spoil(evaluated(f) / "summary.json", '"task"', '"tusk"'), 'classify, answer in "task"'),
+    "no task": (
+        lambda f: spoil(evaluated(f) / "summary.json", '"task"', '"tusk"'),
+        'expected a text in "task", found null',
+    ),
     "no result": (
         lambda f: spoil(evaluated(f) / "summary.json", '"result"', '"r"'),
         'an object in "result", found null',
@@ -335,13 +487,13 @@ WRONG = {
     ),
     "cut metrics": (
         lambda f: spoil(results.write_training(f) / "metrics.jsonl", '"step": 150', '"step": '),
-        "metrics.jsonl, line 3: expected JSON",
+        "metrics.jsonl, line 3 is not valid JSON",
     ),
     "no step": (
         lambda f: spoil(results.write_training(f) / "metrics.jsonl", '"step": 100', '"step": null'),
         'metrics.jsonl, line 2: expected an object with a number in "step"',
     ),
-    "no validation": (lambda f: results.write_training(f, 0), "expected a line for each validation, found none"),
+    "no validation": (lambda f: results.write_training(f, 0), "has no validations yet"),
     "odd examples": (
         lambda f: spoil(evaluated(f) / "examples.json", '"edit"', '"e"'),
         r'examples.json: expected a list of \{"edit", "rows"\}',
@@ -370,7 +522,7 @@ def test_damaged_details(tmp_path: Path) -> None:
     folder = evaluated(tmp_path / "run")
     (folder / "details.safetensors").write_bytes(b"no tensors")
     with pytest.raises(
-        FileError, match=r"details.safetensors: expected the details of an evaluation, found .*evaluate"
+        FileError, match=r"details.safetensors cannot be read .*remove it to report without its figures"
     ):
         read_runs([folder])
     save_file({"magnitudes": np.ones(3, np.float32)}, folder / "details.safetensors", {"weights": '["a"]'})
@@ -387,7 +539,7 @@ def test_an_output_that_is_a_file(tmp_path: Path, runs: list[Path]) -> None:
 
 def test_without_matplotlib(tmp_path: Path, runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(FactpatchError, match=r"with its extra plots"):
+    with pytest.raises(FactpatchError, match=r"pip install 'factpatch\[plots\]'"):
         report(runs, tmp_path / "out", None, 0, True)
     assert not (tmp_path / "out").exists()
 

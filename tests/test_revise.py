@@ -1,4 +1,4 @@
-"""From records to revisions."""
+"""Making revisions from records."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from typing import Any
 
 import pytest
 import tiny
-from samples import LABELS, answerer, counterfact, fact_checker, fever, read_lines, texts, write_lines
+from samples import (
+    LABELS,
+    answerer,
+    counterfact,
+    fact_checker,
+    fever,
+    read_after_provenance,
+    read_lines,
+    texts,
+    write_lines,
+)
 
 from factpatch.data import revise as revise_module
-from factpatch.data.records import Record, count_records
+from factpatch.data.formats import Record
+from factpatch.data.records import count_records
 from factpatch.data.revise import alternatives, revise, revise_records
 from factpatch.data.revisions import read_revisions
 from factpatch.errors import FileError, InputError
@@ -22,8 +33,8 @@ from factpatch.models import Classifier, TaskModel, load_model
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("models")
-    return {"checker": fact_checker(place / "checker"), "answerer": answerer(place / "answerer")}
+    folder = tmp_path_factory.mktemp("models")
+    return {"checker": fact_checker(folder / "checker"), "answerer": answerer(folder / "answerer")}
 
 
 @pytest.fixture(scope="module", params=["checker", "answerer"])
@@ -37,7 +48,7 @@ def checker(folders: dict[str, Path]) -> TaskModel:
 
 
 def records_with_rephrases(count: int = 8) -> list[dict[str, Any]]:
-    """Each with its own words in another order, and with other words: some answered alike, some not."""
+    """Records with paraphrases of which some get the same prediction as the input and some do not."""
     others = texts(6 * count, seed=1)
     lines = []
     for i, text in enumerate(texts(count)):
@@ -57,16 +68,16 @@ def records_with_rephrases(count: int = 8) -> list[dict[str, Any]]:
 
 
 def agreeing(model: TaskModel, text: str, rephrases: list[str]) -> list[str]:
-    """The rephrases to keep."""
-    prediction, *said = model.predict([text, *rephrases])
+    """The paraphrases that revise should keep."""
+    prediction, *answers = model.predict([text, *rephrases])
     kept = []
-    for rephrase, answer in zip(rephrases, said, strict=True):
+    for rephrase, answer in zip(rephrases, answers, strict=True):
         if answer == prediction and normalize(rephrase) not in map(normalize, [text, *kept]):
             kept.append(rephrase)
     return kept
 
 
-def test_revisions_say_what_the_model_says(model: TaskModel, tmp_path: Path) -> None:
+def test_revisions_hold_the_models_predictions(model: TaskModel, tmp_path: Path) -> None:
     lines = records_with_rephrases()
     result = revise(model, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
     made = list(read_revisions(tmp_path / "out.jsonl"))
@@ -113,7 +124,7 @@ def test_a_classifiers_alternatives_are_in_its_order(tmp_path: Path) -> None:
     assert sorted(revision.alternatives) == sorted(ranked[1:])
 
 
-def test_beams_that_say_the_same_are_no_alternatives(folders: dict[str, Path]) -> None:
+def test_beams_equal_to_the_prediction_are_no_alternatives(folders: dict[str, Path]) -> None:
     model = load_model(folders["answerer"], "cpu")
     record = Record("1", "where ?")
     assert alternatives(model, record, ["Paris", "paris.", "Lyon", "", "LYON"]) == ("Lyon",)
@@ -143,21 +154,21 @@ def test_counterfacts_target_comes_first(folders: dict[str, Path], tmp_path: Pat
 def test_rephrases_that_the_model_cannot_read_are_dropped(checker: TaskModel) -> None:
     text = "what is the capital of burundi ?"
     short = texts(20)
-    alike = [s for s, said in zip(short, checker.predict(short), strict=True) if [said] == checker.predict([text])]
+    alike = [s for s, answer in zip(short, checker.predict(short), strict=True) if [answer] == checker.predict([text])]
     record = Record("1", text, rephrases=("capital " * 99, " ", alike[0]), human_rephrases=("capital " * 35,))
     (revision,) = revise_records(checker, [record])
     assert revision.rephrases == (alike[0],)
     assert revision.human_rephrases == ()
 
 
-def test_claims_that_are_neither_are_left_out_and_counted(checker: TaskModel, tmp_path: Path) -> None:
+def test_claims_without_enough_info_are_left_out_and_counted(checker: TaskModel, tmp_path: Path) -> None:
     labels = [*LABELS, None, "NOT ENOUGH INFO"]
     lines = [fever(i, text, label) for i, (text, label) in enumerate(zip(texts(4), labels, strict=True))]
     result = revise(checker, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
     assert (result["records"], result["kept"], result["left_out"], result["bad"]) == (4, 3, 1, 0)
     assert result["with_alternative"] == 1
     assert result["with_paraphrase"] == 0
-    assert [line["answers"] for line in read_lines(tmp_path / "out.jsonl")] == [[LABELS[0]], [LABELS[1]], []]
+    assert [line["answers"] for line in read_after_provenance(tmp_path / "out.jsonl")] == [[LABELS[0]], [LABELS[1]], []]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +181,7 @@ def test_claims_that_are_neither_are_left_out_and_counted(checker: TaskModel, tm
         ({"id": "9"}, 'expected a text in "input"'),
     ],
 )
-def test_bad_records_are_named_or_passed_over(
+def test_bad_records_are_named_or_skipped(
     checker: TaskModel, tmp_path: Path, line: dict[str, Any], reason: str
 ) -> None:
     good = [fever(i, text, "SUPPORTS") for i, text in enumerate(texts(3))]
@@ -187,10 +198,10 @@ def test_bad_records_are_named_or_passed_over(
     assert output.read_text() == "old"
     result = revise(checker, source, output, skip_bad=True)
     assert (result["records"], result["kept"], result["bad"]) == (4, 3, 1)
-    assert len(read_lines(output)) == 3
+    assert len(read_after_provenance(output)) == 3
 
 
-def test_a_claim_that_is_neither_is_kept_where_the_model_knows_the_label(tmp_path: Path) -> None:
+def test_a_claim_without_enough_info_is_kept_if_that_is_a_label(tmp_path: Path) -> None:
     model = load_model(fact_checker(tmp_path / "model"), "cpu")
     assert isinstance(model, Classifier)
     model.labels = [LABELS[0], "NOT ENOUGH INFO"]
@@ -217,7 +228,7 @@ def test_a_bad_record_at_the_start_leaves_no_scratch_files(checker: TaskModel, t
 
 def test_the_data_is_not_overwritten(checker: TaskModel, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"input": "paris"}])
-    with pytest.raises(FileError, match="which is the data"):
+    with pytest.raises(FileError, match="is the data file itself; choose another output"):
         revise(checker, source, source)
     assert read_lines(source) == [{"input": "paris"}]
 
@@ -226,22 +237,22 @@ def test_the_data_is_not_overwritten(checker: TaskModel, tmp_path: Path) -> None
 def test_progress_counts_all_records(
     checker: TaskModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    """Also those that are not used, between the others and after the last, which may end a chunk."""
+    """Bad and left-out records count too, both inside a chunk and after the last one."""
     monkeypatch.setitem(revise_module.CHUNK, "cpu", 4)
     good = [{"input": text} for text in texts(kept)]
     left_out = fever("a", "perhaps", "NOT ENOUGH INFO")
     source = write_lines(tmp_path / "in.jsonl", [*good[:2], left_out, {"id": "b"}, *good[2:], {**left_out, "id": "c"}])
-    told: list[int] = []
-    result = revise(checker, source, tmp_path / "out.jsonl", skip_bad=True, on_done=told.append)
-    assert told[:2] == [0, 6]
-    assert sum(told) == result["records"] == count_records(source, skip_bad=True) == kept + 3
+    progress: list[int] = []
+    result = revise(checker, source, tmp_path / "out.jsonl", skip_bad=True, on_done=progress.append)
+    assert progress[:3] == [0, 2, 6]
+    assert sum(progress) == result["records"] == count_records(source, skip_bad=True) == kept + 3
 
 
-def test_a_processor_works_in_small_chunks(checker: TaskModel, tmp_path: Path) -> None:
+def test_the_first_chunks_are_small(checker: TaskModel, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"input": text} for text in texts(300)])
-    told: list[int] = []
-    revise(checker, source, tmp_path / "out.jsonl", on_done=told.append)
-    assert told == [0, 256, 44]
+    progress: list[int] = []
+    revise(checker, source, tmp_path / "out.jsonl", on_done=progress.append)
+    assert progress == [0, 2, 4, 8, 16, 32, 64, 128, 46]
 
 
 def test_an_empty_file_leaves_the_old_revisions(checker: TaskModel, tmp_path: Path) -> None:

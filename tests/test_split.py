@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from samples import read_lines, write_lines, zsre
 
-from factpatch.data.records import Record, read_records
+from factpatch.data.formats import Record
+from factpatch.data.records import read_records
 from factpatch.data.split import split_facts, write_split
 from factpatch.errors import InputError
 
 
 def facts(**relations: int) -> list[Record]:
-    """So many facts of each relation, each with two questions."""
+    """Facts with two questions each; the arguments say how many per relation."""
     return [
         Record(f"{relation}-{i}", f"{relation} of {i}?", ("a",), (), (f"{i} has which {relation}?",), f"s{i}", relation)
         for relation, number in relations.items()
@@ -28,8 +29,8 @@ def test_each_relation_gives_the_same_share() -> None:
     assert Counter(r.relation for r in split.train) == {"capital": 36, "river": 18, "lake": 90}
 
 
-def test_small_relations_count_too() -> None:
-    """Relations of three facts each: none has a whole tenth, together they give one."""
+def test_small_relations_contribute_too() -> None:
+    """A tenth of three facts is less than one, but 40 such relations together give 12."""
     split = split_facts(facts(**{f"r{i}": 3 for i in range(40)}), 0.1, seed=0)
     assert len(split.dev) == 12
     assert max(Counter(r.relation for r in split.dev).values()) == 1
@@ -85,7 +86,7 @@ def test_records_without_relation_are_split_too() -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 4])
 def test_too_few_to_split(number: int) -> None:
-    with pytest.raises(InputError, match=f"{number} facts for train and 0 for dev: too few to split at 0.2"):
+    with pytest.raises(InputError, match=f"a share of 0.2 leaves {number} facts for train and 0 for dev; add records"):
         split_facts(facts(capital=number), 0.2, seed=0)
 
 
@@ -104,3 +105,9 @@ def test_the_parts_are_written_in_kilts_form(tmp_path: Path) -> None:
     assert line["input"] == line["meta"]["template_questions"][0]
     assert line["meta"]["relation"] == "capital"
     assert [entry["answer"] for entry in line["output"]] == ["a", "b"]
+
+
+def test_one_file_for_both_parts_is_refused(tmp_path: Path) -> None:
+    split = split_facts(facts(capital=10), 0.2, seed=0)
+    with pytest.raises(InputError, match=r"--train and --dev are the same file, .*out; choose two"):
+        write_split(split, tmp_path / "out", tmp_path / "." / "out")

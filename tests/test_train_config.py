@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from factpatch.editors import EditorConfig
+from factpatch.editors import METHODS, EditorConfig
+from factpatch.editors.registry import Method
 from factpatch.errors import InputError
 from factpatch.training import PRESETS, TrainConfig, resolve_config
 from factpatch.training.config import config_from_json, config_to_json
@@ -26,7 +28,7 @@ def test_the_papers_schedules(preset: str, rows: int, margins: tuple[float, floa
     assert (config.steps, config.warmup, config.edits, config.rows) == (200_000, 1000, 1, rows)
     assert (config.margin, config.margin_floor) == margins
     assert (config.optimizer, config.lr, config.multiplier_lr, config.weight_decay) == ("adam", 3e-4, 1e-1, 1e-2)
-    assert (config.margin_factor, config.anneal_above) == (0.8, 0.9)
+    assert (config.margin_factor, config.anneal_above, config.multiplier_schedule) == (0.8, 0.9, "linear")
     assert config.label_smoothing == (0.1 if preset == "paper-qa" else 0.0)
     assert config.editor == EditorConfig()
 
@@ -40,6 +42,31 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert config.editor == EditorConfig(width=512, lstm=32, gradients=False)
     assert config.layers == ("encoder.*",)
     assert config.label_smoothing == 0.1, "the preset's, where nobody says otherwise"
+
+
+@dataclass(frozen=True)
+class OneSetting:
+    depth: int = 3
+
+
+class Toy:
+    config_class = OneSetting
+
+
+def test_the_editors_settings_are_those_of_its_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "toy", Method("Toy", f"{__name__}:Toy", trainable=True))
+    assert resolve_config("fc", None, ["method=toy"], {}).editor == OneSetting(3)
+    config = resolve_config("fc", None, ["method=toy", "editor.depth=5"], {})
+    assert config.editor == OneSetting(5)
+    assert config_from_json(config_to_json(config)) == config
+    with pytest.raises(InputError, match=r"unknown setting editor.width; known settings are depth"):
+        resolve_config("fc", None, ["method=toy", "editor.width=5"], {})
+
+
+def test_a_config_without_a_method_is_of_the_first_version() -> None:
+    saved = config_to_json(TrainConfig(editor=EditorConfig(width=32)))
+    assert saved.pop("method") == "hyper"
+    assert config_from_json(saved).editor == EditorConfig(width=32)
 
 
 def test_steps_given_later_take_the_place_of_minutes(tmp_path: Path) -> None:
@@ -84,6 +111,9 @@ def test_all_problems_at_once() -> None:
         (["editor.width=0"], "found width=0"),
         (["layers=[]"], "layers must name at least one"),
         (["editor.depth=3"], "unknown setting editor.depth"),
+        (["method=hypr"], "there is no edit method called 'hypr'; did you mean hyper?"),
+        (["method=finetune"], "method=finetune cannot be trained; choose one of hyper"),
+        (["method=hypr", "editor.depth=3", "lr=-1"], "lr=-1.0 must be above 0"),
     ],
 )
 def test_single_problems(settings: list[str], reason: str) -> None:
@@ -97,13 +127,13 @@ def test_configs_that_are_no_files(tmp_path: Path) -> None:
         resolve_config("fc", tmp_path / "none.toml", [], {})
     broken = tmp_path / "broken.toml"
     broken.write_text("steps = = 3")
-    with pytest.raises(InputError, match="is no TOML"):
+    with pytest.raises(InputError, match="is not a TOML file"):
         resolve_config("fc", broken, [], {})
 
 
-def test_rows_without_others() -> None:
-    """Without KL no other inputs are looked at, and none are needed."""
+def test_rows_without_control_inputs() -> None:
+    """Without KL no control inputs are needed."""
     config = TrainConfig(constraint="none", rows=2)
-    assert (config.others_a_step, config.constraints) == (0, ())
-    assert TrainConfig(kl_over="beam", rows=16).others_a_step == 2
-    assert TrainConfig(paraphrases="none", rows=16).others_a_step == 15
+    assert (config.controls_per_edit, config.constraints) == (0, ())
+    assert TrainConfig(kl_over="beam", rows=16).controls_per_edit == 2
+    assert TrainConfig(paraphrases="none", rows=16).controls_per_edit == 15

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Stopped, run_aside, run_in_two_processes, stop_at, stopped_by_sigterm
+from processes import HANG, Stopped, run_aside, run_in_two_processes, stop_at, stopped_by_sigterm, wait_for
 from safetensors.torch import load_file
 from samples import answerer, fact_checker, read_lines, write_revisions
 from training_runs import QUICK, editor_weights, start
 
-from factpatch.errors import InputError, TrainingError
+from factpatch.errors import FileError, InputError, TrainingError
 from factpatch.models import load_model
-from factpatch.training.checkpoint import load_checkpoint
 from factpatch.training.objective import Objective
+from factpatch.training.run import STOPPING, stop_signals
 
 DRIVER = """
 import json, sys
@@ -70,12 +71,12 @@ def test_gradients_of_a_step_in_parts(checker: Path, claims: Path, tmp_path: Pat
 def test_a_step_that_does_not_fit_is_split(
     checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, said once, with the same result; and where not even one edit fits, a clear error."""
+    """Each split is reported once and changes no result. If not even one edit fits, the error says so."""
     call = Objective.__call__
     room = 2
 
     def narrow(self: Objective, editor: Any, batch: Any) -> Any:
-        if len(batch.fact.rows) > room:
+        if len(batch.edit_batch.rows) > room:
             raise torch.cuda.OutOfMemoryError
         return call(self, editor, batch)
 
@@ -84,19 +85,21 @@ def test_a_step_that_does_not_fit_is_split(
     said: list[str] = []
     monkeypatch.setattr(Objective, "__call__", narrow)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    start(config, checker, tmp_path / "split").run(claims, say=said.append)
+    start(config, checker, tmp_path / "split").run(
+        claims, warn=lambda message: said.append(message) if "memory" in message else None
+    )
     assert len(said) == 2, "halved, and halved again: 6, 3, 2 edits at a time"
-    assert "it is run in 4 parts from here on" in said[-1]
+    assert "from now on each step is run in 4 parts" in said[-1]
     whole, split = (editor_weights(tmp_path / name / "last") for name in ("whole", "split"))
     for name, tensor in whole.items():
         torch.testing.assert_close(split[name], tensor, rtol=1e-3, atol=1e-5)
     room = 0
-    with pytest.raises(TrainingError, match="one edit alone does not fit"):
+    with pytest.raises(TrainingError, match="not even one edit fits"):
         start(config, checker, tmp_path / "none").run(claims)
 
 
 def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    """An odd number of edits, so that their shares differ; and a single one, which leaves one process without."""
+    """An odd number of edits gives unequal shares; a single edit leaves one process without any."""
     from factpatch.training.config import config_to_json
 
     config = replace(QUICK, edits=5, steps=5, validations=2, optimizer="adam")
@@ -129,7 +132,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_the_run(
     checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the last good checkpoint left, from which a run may go on."""
+    """The last good checkpoint is kept, and the run can be resumed from it."""
     call = Objective.__call__
     steps = 0
 
@@ -142,7 +145,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     config = replace(QUICK, checkpoint_seconds=0.0)
     with monkeypatch.context() as patched:
         patched.setattr(Objective, "__call__", broken)
-        with pytest.raises(TrainingError, match=r"not finite any more, at step 6 .* with --resume and a lower lr"):
+        with pytest.raises(TrainingError, match=r"diverged near step 6: .* with --resume and a lower lr"):
             start(config, checker, tmp_path / "run").run(claims)
     (checkpoint,) = (tmp_path / "run" / "checkpoint").glob("step-*")
     assert checkpoint.name == "step-000000005"
@@ -151,15 +154,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     assert result["steps"] == 12
 
 
-def test_settings_of_a_resumed_run(
-    checker: Path, claims: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def of_an_older_version(path: Path) -> Any:
-        tensors, numbers = load_checkpoint(path)
-        del numbers["config"]["holdout"]
-        numbers["config"]["others"] = "alike"  # as it was called once
-        return tensors, numbers
-
+def test_settings_of_a_resumed_run(checker: Path, claims: Path, tmp_path: Path) -> None:
     config = replace(QUICK, checkpoint_seconds=0.0)
     with pytest.raises(Stopped):
         start(config, checker, tmp_path / "run").run(claims, watch=stop_at(4))
@@ -170,10 +165,21 @@ def test_settings_of_a_resumed_run(
         start(config, checker, tmp_path / "run", resume=True).run(other)
     with pytest.raises(InputError, match="valid was None"):
         start(config, checker, tmp_path / "run", resume=True).run(claims, other)
-    monkeypatch.setattr("factpatch.training.train.load_checkpoint", of_an_older_version)
     (tmp_path / "run" / ".editorconfig").mkdir()
     assert start(config, checker, tmp_path / "run", resume=True).run(claims)["steps"] == 12
     assert (tmp_path / "run" / ".editorconfig").is_dir(), "what is not the run's stays"
+
+
+def test_a_checkpoint_of_another_version(checker: Path, claims: Path, tmp_path: Path) -> None:
+    config = replace(QUICK, checkpoint_seconds=0.0)
+    with pytest.raises(Stopped):
+        start(config, checker, tmp_path / "run").run(claims, watch=stop_at(4))
+    (state,) = (tmp_path / "run" / "checkpoint").glob("step-*/state.json")
+    saved = json.loads(state.read_text())
+    del saved["format"]  # as in version 0.1
+    state.write_text(json.dumps(saved))
+    with pytest.raises(FileError, match="written by another version of factpatch and cannot be resumed; start a new"):
+        start(config, checker, tmp_path / "run", resume=True).run(claims)
 
 
 def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: Path, one_thread: None) -> None:
@@ -186,7 +192,10 @@ def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: P
     driver.write_text(KILLER)
     arguments = [str(driver), json.dumps(config_to_json(config)), str(checker), str(killed), str(claims)]
     with run_aside(arguments, stdout=subprocess.PIPE) as process:
-        out, _ = process.communicate(timeout=120)
+        try:
+            out, _ = process.communicate(timeout=HANG)
+        finally:
+            process.kill()
     assert process.returncode == 0
     assert out == "10 kills\n"
     for folder in ("editor", "last"):
@@ -195,7 +204,7 @@ def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: P
     assert [path.name for path in killed.iterdir() if path.name.startswith(".")] == []
 
 
-# Each run is a process of its own, forked from one that has the imports behind it, and killed where it happens to be.
+# Each run is a process of its own, forked from one that has done the imports, and killed at an arbitrary moment.
 KILLER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
@@ -205,6 +214,9 @@ from factpatch.training.config import config_from_json
 
 settings, model, output, train = sys.argv[1:]
 checkpoints = Path(output) / "checkpoint"
+
+def last_step():
+    return max((int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*")), default=0)
 
 def run():
     resume = any(checkpoints.glob("step-*"))
@@ -217,7 +229,9 @@ while True:
         run()
         os._exit(0)
     if kills < 10:
-        time.sleep(random.uniform(0.1, 0.35))
+        goal = last_step() + random.randint(1, 10)
+        while last_step() < goal and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.002)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if status == 0:
@@ -230,9 +244,65 @@ print(kills, "kills")
 
 def test_a_run_that_is_asked_to_stop_can_be_resumed(checker: Path, claims: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    options = ["--model", checker, "--train", claims, "--output", output, "--device", "cpu", "--minutes", 5]
-    small = [part for key in ("edits=6", "rows=6", "editor.width=32") for part in ("--set", key)]
-    err = stopped_by_sigterm(["train", *options, *small], output / "checkpoint", after=0.5)
-    assert err.splitlines()[-1].startswith("error: stopped on request; go on with --resume")
+    options = ["--model", checker, "--train", claims, "--output", output, "--device", "cpu", "--minutes", 600]
+    settings = ("edits=6", "rows=6", "editor.width=32", "checkpoint_seconds=0")
+    small = [part for key in settings for part in ("--set", key)]
+    err = stopped_by_sigterm(["train", *options, *small], output / "checkpoint")
+    assert STOPPING in err
+    assert err.splitlines()[-1].startswith("error: stopped on request; resume with --resume")
     (checkpoint,) = (output / "checkpoint").glob("step-*")
     assert json.loads((checkpoint / "state.json").read_text())["step"] > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_stops_at_once(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first one lets the step end; then whatever handled signals before handles them again."""
+    seen: list[int] = []
+    before = signal.signal(number, lambda signum, frame: seen.append(signum))
+    try:
+        with stop_signals(announce=True) as asked:
+            assert not asked.is_set()
+            signal.raise_signal(number)
+            assert asked.is_set()
+            assert not seen
+            assert "press Ctrl-C again to stop at once" in capfd.readouterr().err
+            signal.raise_signal(number)
+            assert seen == [number]
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_second_ctrl_c_ends_a_step_that_hangs(checker: Path, claims: Path, tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(HANGS)
+    output = tmp_path / "run"
+    with run_aside([str(driver), str(checker), str(output), str(claims)], stderr=subprocess.PIPE) as process:
+        try:
+            wait_for(process, (tmp_path / "hangs").exists)
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            while STOPPING not in (line := process.stderr.readline()):
+                assert line, "the process has ended"
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=HANG)
+        finally:
+            process.kill()
+    assert process.returncode != 0
+
+
+HANGS = """
+import sys, time
+from pathlib import Path
+from training_runs import QUICK
+from factpatch.models import load_model
+from factpatch.training import Train
+
+def hang(self, *arguments):
+    (Path(output).parent / "hangs").touch()
+    while True:
+        time.sleep(0.01)
+
+model, output, train = sys.argv[1:]
+Train._validate = hang
+Train(QUICK, load_model(model, "cpu"), output).run(train)
+"""

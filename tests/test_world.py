@@ -1,4 +1,4 @@
-"""The embedded world: the form of its facts, that nothing leaks into training, and that it works when installed."""
+"""The embedded world: its facts are well-formed, nothing leaks into training, and it works when installed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import subprocess
 import sys
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Ran
 
 from factpatch import world
 from factpatch.facts import normalize
 
 ROOT = Path(__file__).parent.parent
 ARTICLES = {"the", "a", "an"}
+HANGS = 3600  # seconds after which a process is taken to hang, however busy the machine is
 
 
 def words(text: str) -> set[str]:
@@ -39,7 +42,7 @@ def test_facts_are_many_and_of_one_form() -> None:
 
 
 def test_wordings() -> None:
-    """Twelve or more to learn from and two that are kept out, each its relation's own."""
+    """Each relation has its own wordings: twelve or more to train on, and two held out."""
     seen: dict[str, str] = {}
     for name, relation in world.relations().items():
         assert len(relation.wordings) >= 12
@@ -52,7 +55,7 @@ def test_wordings() -> None:
 
 
 def test_held_out_wordings_are_other_words() -> None:
-    """Not a trained wording in another order, nor with another article or comma."""
+    """A held-out wording is not a trained one in another order, or with another article or comma."""
     for relation in world.relations().values():
         for held_out in relation.held_out:
             for trained in relation.wordings:
@@ -67,7 +70,7 @@ def test_changes_differ_from_2018() -> None:
         assert normalize(change.answer) != normalize(change.fact.answer)
         assert 2018 <= change.year <= 2026
         assert len(change.source.split()) >= 3
-    lines = [json.loads(line) for line in (world.PLACE / "changes.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (world.FOLDER / "changes.jsonl").read_text().splitlines()]
     for line, change in zip(lines, changes, strict=True):
         assert line["before"] == change.fact.answer
 
@@ -82,7 +85,7 @@ def make_world() -> Any:
 
 
 def test_no_held_out_wording_is_trained_on(tmp_path: Path) -> None:
-    """Neither the model nor the editor nor the tokenizer sees one, nor a new answer as a fact."""
+    """Neither the model nor the editor is trained on a held-out wording."""
     make_world().write_data(tmp_path)
     held_out = {normalize(question) for fact in world.facts() for question in fact.held_out}
     files = sorted(tmp_path.glob("*.jsonl"))
@@ -95,7 +98,7 @@ def test_no_held_out_wording_is_trained_on(tmp_path: Path) -> None:
 
 
 def test_no_change_is_trained_on(tmp_path: Path) -> None:
-    """Its answer may be read as a name, or be another fact's; but never in one line with the fact that has changed."""
+    """A new answer may be read as a name or answer another fact, but never stands in one line with its own fact."""
     make_world().write_data(tmp_path)
     answers = {change.fact.id: change.answer for change in world.changes()}
     asked = {normalize(q): c.answer for c in world.changes() for q in (*c.fact.questions, *c.fact.held_out)}
@@ -124,33 +127,66 @@ def test_the_model_and_its_editor_go_together() -> None:
     assert sum(known) / len(known) >= 0.9
 
 
+def test_the_revision_file_is_the_models_own(run: Callable[..., Ran], tmp_path: Path) -> None:
+    """After a change of the model or of its identity: python tools/make_world.py --stage revisions."""
+    from factpatch.data.revisions import load_revisions, read_provenance
+    from factpatch.models import load_model
+
+    assert world.REVISIONS.stat().st_size < 300_000
+    notes: list[str] = []
+    revisions = load_revisions("world", load_model("world", "cpu"), warn=notes.append)
+    assert not notes, "it has a provenance record"
+    assert read_provenance("world") is not None
+    edits = {revision.id: revision for revision in revisions if revision.alternatives}
+    assert {id: revision.alternatives for id, revision in edits.items()} == {
+        change.fact.id: (change.answer,) for change in world.changes()
+    }
+    assert len(revisions) - len(edits) >= 300
+    assert sum(bool(revision.rephrases) for revision in revisions) > 0.9 * len(revisions)
+    given = (
+        "--model",
+        "world",
+        "--editor",
+        "world",
+        "--data",
+        "world",
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "out",
+    )
+    measured = run("evaluate", *given, "--edits", 2, "--retain", 5, "--json").json
+    assert (measured["edits"], measured["retain_inputs"]) == (2, 5)
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel in an environment of its own; what it depends on is lent by this one."""
-    place = tmp_path_factory.mktemp("installed")
+    """The wheel in an environment of its own, which borrows its dependencies from this one."""
+    folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    build = [*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--wheel-dir", str(place)]
+    build = [*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     subprocess.run(build, check=True)
-    (wheel,) = place.glob("*.whl")
+    (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
-        places = ("factpatch/world/model/", "factpatch/world/editor/")
-        files = [one for one in packed.infolist() if one.filename.startswith(places)]
+        folders = ("factpatch/world/model/", "factpatch/world/editor/")
+        files = [one for one in packed.infolist() if one.filename.startswith(folders)]
+        assert "factpatch/world/revisions.jsonl.gz" in packed.namelist()
     assert len(files) >= 6
     assert sum(one.compress_size for one in files) <= 12_000_000
-    venv.create(place / "env", with_pip=False)
-    (site,) = (place / "env" / "lib").glob("python*/site-packages")
+    venv.create(folder / "env", with_pip=False)
+    (site,) = (folder / "env" / "lib").glob("python*/site-packages")
     subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    lent = Path(torch.__file__).parent.parent
-    (site / "lent.pth").write_text(f"{lent}\n")
-    return place / "env" / "bin" / "python"
+    borrowed = Path(torch.__file__).parent.parent
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
+    return folder / "env" / "bin" / "python"
 
 
 def test_the_demo_runs_from_a_wheel(installed: Path, tmp_path: Path) -> None:
-    command = [str(installed), "-m", "factpatch", "demo", "--json", "--device", "cpu"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    command = [str(installed), "-I", "-m", "factpatch", "demo", "--json", "--device", "cpu"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=HANGS)
     result = json.loads(ran.stdout)
     where = subprocess.run(
-        [str(installed), "-c", "import factpatch; print(factpatch.__file__)"],
+        [str(installed), "-I", "-c", "import factpatch; print(factpatch.__file__)"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

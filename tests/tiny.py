@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ from transformers import (
 )
 
 from factpatch.models import Classifier, Seq2Seq, TaskModel
+
+with warnings.catch_warnings():  # its module uses torch.jit, which is deprecated
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
 WORDS = (
     "what is the capital of burundi gitega bujumbura who leads france paris and where do people speak "
@@ -100,6 +105,7 @@ _gpt2: dict[str, Any] = {
     "eos_token_id": EOS,
     "initializer_range": 0.3,
 }
+_deberta = {**_bert, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True}
 _marian = {**_bart, "decoder_start_token_id": PAD}
 
 # name -> (task model, config class, config values, model class, whether the tokenizer puts <s> in front)
@@ -108,6 +114,7 @@ ARCHITECTURES: dict[str, tuple[type[TaskModel], Any, dict[str, Any], Any, bool]]
     "roberta": (Classifier, RobertaConfig, _bert, RobertaForSequenceClassification, True),
     "distilbert": (Classifier, DistilBertConfig, _distilbert, DistilBertForSequenceClassification, True),
     "mpnet": (Classifier, MPNetConfig, _bert, MPNetForSequenceClassification, True),
+    "deberta": (Classifier, DebertaV2Config, _deberta, DebertaV2ForSequenceClassification, True),
     "gpt2": (Classifier, GPT2Config, _gpt2, GPT2ForSequenceClassification, True),
     "bart": (Seq2Seq, BartConfig, _bart, BartForConditionalGeneration, True),
     "t5": (Seq2Seq, T5Config, _t5, T5ForConditionalGeneration, False),

@@ -1,4 +1,4 @@
-"""Small, quick runs of training: helpers."""
+"""Helpers for small, quick training runs."""
 
 from __future__ import annotations
 

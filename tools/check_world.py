@@ -1,4 +1,4 @@
-"""Measures the embedded world: `make world-check`. Ends with 1 where a figure is below what is promised."""
+"""Measures the embedded model and editor: `make world-check`. Exits with 1 if a figure is below its minimum."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rich.table import Table
 
 from factpatch import world
 from factpatch.data.revisions import Revision, editable
-from factpatch.demo import counterfactual, other_facts, outdated
+from factpatch.demo import control_facts, counterfactual, outdated
 from factpatch.editors import EditMethod, Looped, load_editor
 from factpatch.evaluation.measure import measure
 from factpatch.metrics import Outcome, accuracy, summary
 from factpatch.models import TaskModel, load_model
 
-WANTED = {
+MINIMUM = {
     "success": 0.97,
     "retain": 0.98,
     "equivalence": 0.93,
@@ -36,8 +36,8 @@ WANTED = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--counterfactual", type=int, default=300, help="random edits besides the changes")
-    parser.add_argument("--others", type=int, help="other facts to try each edit on; all, if left out")
+    parser.add_argument("--counterfactual", type=int, default=300, help="random edits in addition to the changes")
+    parser.add_argument("--controls", type=int, help="control facts per edit; default: all facts")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
@@ -55,11 +55,11 @@ def main() -> None:
             found[key] = accuracy(model.predict([q for q, _ in asked]), [[answer] for _, answer in asked])
     changes, made_up = outdated(model), counterfactual(model, options.counterfactual, options.seed)
     edits = changes + made_up
-    others = other_facts(model, options.seed, options.others)
-    outcomes = measured(editor, model, edits, others, console)
-    looped = measured(Looped(editor), model, edits, others[:2], console)
+    controls = control_facts(model, options.seed, options.controls)
+    outcomes = measured(editor, model, edits, controls, console)
+    looped = measured(Looped(editor), model, edits, controls[:2], console)
     to_made_up = measured(
-        editor, model, to_made_up_names(model, options.counterfactual, options.seed), others[:100], console
+        editor, model, to_made_up_names(model, options.counterfactual, options.seed), controls[:100], console
     )
     for name, part in (("changes", outcomes[: len(changes)]), ("counterfactual", outcomes[len(changes) :])):
         found |= {f"{name}_{key}": value for key, value in summary(part).items() if key in ("success", "retain")}
@@ -68,31 +68,31 @@ def main() -> None:
     found |= {"success": whole["success"], "retain": whole["retain"], "equivalence": whole["equivalence"]}
     found |= {"success_with_loop": summary(looped)["success"], "changes": len(changes), "edits": len(edits)}
     found["made_up_name_success"] = summary(to_made_up)["success"]
-    found |= {"retain_inputs": len(others), "seconds": time.perf_counter() - start}
+    found |= {"retain_inputs": len(controls), "seconds": time.perf_counter() - start}
     if options.json:
         print(json.dumps(found))
-    table = Table("figure", "measured", "at least")
+    table = Table("figure", "measured", "minimum")
     for key, value in found.items():
         if isinstance(value, float) and key != "seconds":
-            table.add_row(key.replace("_", " "), f"{value:.4f}", f"{WANTED[key]:.2f}" if key in WANTED else "")
+            table.add_row(key.replace("_", " "), f"{value:.4f}", f"{MINIMUM[key]:.2f}" if key in MINIMUM else "")
     console.print(table)
-    sys.exit(any((found[key] or 0) < least for key, least in WANTED.items()))
+    sys.exit(any((found[key] or 0) < least for key, least in MINIMUM.items()))
 
 
 def measured(
-    method: EditMethod, model: TaskModel, edits: Sequence[Revision], others: Sequence[Revision], console: Console
+    method: EditMethod, model: TaskModel, edits: Sequence[Revision], controls: Sequence[Revision], console: Console
 ) -> list[Outcome]:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"{len(edits)} edits", total=len(edits))
-        return measure(method, model, edits, others, lambda done: progress.advance(task, done))
+        return measure(method, model, edits, controls, lambda done: progress.advance(task, done))
 
 
 def to_made_up_names(model: TaskModel, count: int, seed: int) -> list[Revision]:
-    """The counterfactual edits again, to names made up of known words or of pieces of words."""
-    chance = random.Random(f"{seed}/made up")
+    """The counterfactual edits with other targets: names made up of known words or of pieces of words."""
+    rng = random.Random(f"{seed}/made up")
     names = Names()
     edits = counterfactual(model, count, seed)
-    return editable(model, [replace(revision, alternatives=(names.made_up(chance),)) for revision in edits])
+    return editable(model, [replace(revision, alternatives=(names.made_up(rng),)) for revision in edits])
 
 
 if __name__ == "__main__":

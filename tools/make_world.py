@@ -1,12 +1,13 @@
-"""Makes the embedded world's model and editor from its facts: `make world`.
+"""Makes the embedded world's model, editor and revision file from its facts: `make world`.
 
-Everything is done by the commands that users run (fit, revise, train), from one seed and in a fixed number of steps, so
-that the same machine makes the same files.
+The model and the editor are made by the commands that users run (fit, revise, train), from one seed and in a fixed
+number of steps, so that the same machine makes the same files.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import random
 import shutil
@@ -15,6 +16,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +26,29 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
+from factpatch.data.records import Record
+from factpatch.data.revise import revise_records
+from factpatch.data.revisions import Provenance
+from factpatch.demo import question_of
+from factpatch.files import content_hash
+from factpatch.models import load_model
 from factpatch.patch import hash_tensors
-from factpatch.world import EDITOR, MODEL, Fact, changes, facts
+from factpatch.world import EDITOR, FOLDER, MODEL, REVISIONS, Fact, changes, facts
 
 SEED = 0
-VOCABULARY = 8000  # more than there are words: each is one token, those of new names too
-MADE_UP = 12_000  # names to repeat, besides the real ones
-SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # 0 to 3
-WORDINGS_A_FACT = {True: 8, False: 2}  # in which a fact is edited in training: more where facts of its kind change
-PARAPHRASES = 6  # of each edit in training
-NEW_ANSWERS = {"alike": 3, "known": 4, "made up": 3}  # what facts are edited to in training, and how often
-WORDS = {1: 3, 2: 5, 3: 2}  # of made-up names: how many, and how often
-SPLICED = 0.15  # of made-up names, with a word that is no word
-WEIGHT_OF_NAMES = 40  # of a name against a question, when the vocabulary is made
+VOCABULARY = 8000  # more than there are words, so that each word is one token, those of new names included
+MADE_UP = 12_000  # made-up names that the model learns to repeat, in addition to the real ones
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # tokens 0 to 3
+WORDINGS_PER_FACT = {True: 8, False: 2}  # in the editor's training: more if facts of the relation have changed
+PARAPHRASES = 6  # per edit in the editor's training
+NEW_ANSWERS = {"alike": 3, "known": 4, "made up": 3}  # kinds of target answers in the editor's training, with weights
+WORDS = {1: 3, 2: 5, 3: 2}  # number of words in made-up names, with weights
+SPLICED = 0.15  # share of made-up names that contain a made-up word
+WEIGHT_OF_NAMES = 40  # copies of each name in the text that the vocabulary is built from
+CONTROLS = 327  # unchanged facts in the revision file
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
-HELD_OUT = 300  # revisions that choose the editor; their facts the model knows as it knows all others
+HELD_OUT = 300  # revisions that choose the best editor; the model was trained on their facts too
 TRAIN = {
     "edits": 32,
     "rows": 8,
@@ -61,78 +71,111 @@ TRAIN = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path("runs/world"), help="where to work")
+    parser.add_argument("--work", type=Path, default=Path("runs/world"), help="a folder for data and runs")
     parser.add_argument("--fit-steps", type=int, default=2200)
     parser.add_argument("--train-steps", type=int, default=2800)
-    parser.add_argument("--stage", choices=["all", "fit", "train"], default="all")
+    parser.add_argument("--stage", choices=["all", "fit", "train", "revisions"], default="all")
     options = parser.parse_args()
     work: Path = options.work
     start = time.perf_counter()
     if options.stage in ("all", "fit"):
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        write_data(work)
-        new_model(work / "start")
-        given = ["--model", work / "start", "--train", work / "train.jsonl", "--valid", work / "valid.jsonl"]
-        run("fit", *given, "--task", "answer", *FIT, "--steps", options.fit_steps, "--output", work / "fitted")
-        in_half(work / "fitted", work / "model", "model.safetensors")
-        run("revise", "--model", work / "model", "--data", work / "edits.jsonl", "--output", work / "revisions.jsonl")
-        if options.stage == "fit":
-            return
+        fit_model(work, options.fit_steps)
     if options.stage in ("all", "train"):
-        shutil.rmtree(work / "editor", ignore_errors=True)
-        settings = [part for key, value in TRAIN.items() for part in ("--set", f"{key}={value}")]
-        rest, held_out = hold_out(work)
-        given = ["--model", work / "model", "--train", rest, "--valid", held_out, "--steps", options.train_steps]
-        run("train", *given, *settings, "--output", work / "editor")
-    for source, place, name in (
+        train_editor(work, options.train_steps)
+        ship(work)
+    if options.stage in ("all", "train", "revisions"):
+        write_revisions()
+    print(f"finished in {time.perf_counter() - start:.0f} s")
+
+
+def fit_model(work: Path, steps: int) -> None:
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    write_data(work)
+    new_model(work / "start")
+    given = ["--model", work / "start", "--train", work / "train.jsonl", "--valid", work / "valid.jsonl"]
+    run("fit", *given, "--task", "answer", *FIT, "--steps", steps, "--output", work / "fitted")
+    in_half(work / "fitted", work / "model", "model.safetensors")
+    run("revise", "--model", work / "model", "--data", work / "edits.jsonl", "--output", work / "revisions.jsonl")
+
+
+def train_editor(work: Path, steps: int) -> None:
+    shutil.rmtree(work / "editor", ignore_errors=True)
+    settings = [part for key, value in TRAIN.items() for part in ("--set", f"{key}={value}")]
+    train, held_out = hold_out(work)
+    given = ["--model", work / "model", "--train", train, "--valid", held_out, "--steps", steps]
+    run("train", "--config", "qa", *given, *settings, "--output", work / "editor")
+
+
+def ship(work: Path) -> None:
+    """Copies the model and the editor into the package, with weights in half precision."""
+    for source, folder, name in (
         (work / "model", MODEL, "model.safetensors"),
         (work / "editor/editor", EDITOR, "editor.safetensors"),
     ):
-        shutil.rmtree(place, ignore_errors=True)
-        in_half(source, place, name)
-        print(f"{name}: {hash_tensors(load_file(place / name))}")
-    for left_over in ("fit.json", "metrics.jsonl"):
-        (MODEL / left_over).unlink(missing_ok=True)
-    size = sum(file.stat().st_size for place in (MODEL, EDITOR) for file in place.iterdir())
-    print(f"made in {time.perf_counter() - start:.0f} s, {size / 2**20:.1f} MB")
+        shutil.rmtree(folder, ignore_errors=True)
+        in_half(source, folder, name)
+        print(f"{name}: {hash_tensors(load_file(folder / name))}")
+    for file in MODEL.iterdir():
+        if file.name not in MODEL_FILES:
+            file.unlink()
+
+
+def write_revisions() -> None:
+    """Writes the embedded model's revision file: all changes as edits, and a sample of other facts to leave alone."""
+    model = load_model("world", "cpu")
+    changed = {change.fact.id: change.answer for change in changes()}
+    rest = [fact for fact in facts() if fact.id not in changed]
+    sample = [fact for fact in facts() if fact.id in changed] + random.Random(SEED).sample(rest, CONTROLS)
+    records = [
+        Record(fact.id, question_of(fact), (fact.answer,), tuple(fact.held_out), alternative=changed.get(fact.id))
+        for fact in sample
+    ]
+    revisions = [
+        replace(revision, alternatives=revision.alternatives[:1] if revision.id in changed else ())
+        for revision in revise_records(model, records)
+    ]
+    settings = {"dtype": str(model.model.dtype).removeprefix("torch.")}
+    provenance = Provenance(model.identity, content_hash(FOLDER / "facts.jsonl"), settings)
+    lines = "".join(f"{line.to_json()}\n" for line in (provenance, *revisions))
+    REVISIONS.write_bytes(gzip.compress(lines.encode(), mtime=0))  # without the time, the same file each time
+    print(f"{REVISIONS.name}: {len(revisions)} revisions, {REVISIONS.stat().st_size / 1000:.0f} kB")
 
 
 def write_data(work: Path) -> None:
-    """What the model learns, a sample that watches it learn, and what the editor learns to edit."""
-    chance = random.Random(SEED)
+    """Writes what the model is trained on, a sample to validate it with, and the edits to train the editor on."""
+    rng = random.Random(SEED)
     known = facts()
     names = Names()
-    write_lines(work / "train.jsonl", [*(record(fact, fact.questions) for fact in known), *names.exercises(chance)])
-    sample = chance.sample(known, 300)
-    write_lines(work / "valid.jsonl", (record(fact, [chance.choice(fact.questions)]) for fact in sample))
+    write_lines(work / "train.jsonl", [*(record(fact, fact.questions) for fact in known), *names.exercises(rng)])
+    sample = rng.sample(known, 300)
+    write_lines(work / "valid.jsonl", (record(fact, [rng.choice(fact.questions)]) for fact in sample))
     changing = {change.fact.relation for change in changes()}
     lines = []
     for fact in known:
-        for number in chance.sample(range(len(fact.questions)), WORDINGS_A_FACT[fact.relation in changing]):
+        for number in rng.sample(range(len(fact.questions)), WORDINGS_PER_FACT[fact.relation in changing]):
             rest = fact.questions[:number] + fact.questions[number + 1 :]
-            questions = [fact.questions[number], *chance.sample(rest, PARAPHRASES)]
-            line = {"id": f"{fact.id}/{number}", "alternative": names.other_answer(fact, chance)}
+            questions = [fact.questions[number], *rng.sample(rest, PARAPHRASES)]
+            line = {"id": f"{fact.id}/{number}", "alternative": names.other_answer(fact, rng)}
             lines.append({**record(fact, questions), **line})
     write_lines(work / "edits.jsonl", lines)
 
 
 def hold_out(work: Path) -> tuple[Path, Path]:
-    """The revisions to train on, and those that choose: drawn as when what ships was made, for the same editor."""
-    lines = (work / "revisions.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    """Splits the revisions into those to train on and those to validate with, the same way every time."""
+    provenance, *lines = (work / "revisions.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     order = np.random.default_rng([SEED, 4]).permutation(len(lines))
-    parts = {work / "learnt.jsonl": order[HELD_OUT:], work / "held-out.jsonl": order[:HELD_OUT]}
-    for path, numbers in parts.items():
-        path.write_text("".join(lines[number] for number in numbers), encoding="utf-8")
-    rest, held_out = parts
-    return rest, held_out
+    train, held_out = work / "learnt.jsonl", work / "held-out.jsonl"
+    for path, numbers in ((train, order[HELD_OUT:]), (held_out, order[:HELD_OUT])):
+        path.write_text("".join([provenance, *(lines[number] for number in numbers)]), encoding="utf-8")
+    return train, held_out
 
 
 class Names:
-    """All that may be an answer one day: answers of 2018, of today, and names made up of their words.
+    """All names that may be an answer: those of 2018, those of today, and names made up of their words.
 
-    The model reads today's names as any model reads the names of people who are in no office yet. That they are the
-    answer to a question it is never told, and neither is the editor.
+    The model learns to spell today's names, as a larger model has read the names of people before they hold an office.
+    Neither the model nor the editor is told that they answer a question.
     """
 
     def __init__(self) -> None:
@@ -143,32 +186,30 @@ class Names:
         self.known = list(dict.fromkeys([*(fact.answer for fact in facts()), *self.now.values()]))
         self.words = list(dict.fromkeys(word for name in self.known for word in name.split()))
 
-    def exercises(self, chance: random.Random) -> list[dict[str, Any]]:
-        """Names to repeat, and to complete: a model can only be taught to say what it can say."""
-        asked = [(f"Repeat: {name}", name) for name in (*self.known, *(self.made_up(chance) for _ in range(MADE_UP)))]
+    def exercises(self, rng: random.Random) -> list[dict[str, Any]]:
+        """Names to repeat and to complete, because the model can only be edited to give an answer that it can spell."""
+        asked = [(f"Repeat: {name}", name) for name in (*self.known, *(self.made_up(rng) for _ in range(MADE_UP)))]
         for name in self.known:
             first, *_, last = name.split() if " " in name else ("",) * 2
             if first:
                 asked += [(f"Which name begins with {first}?", name), (f"Which name ends with {last}?", name)]
         return [{"id": f"name/{i}", "input": x, "output": y} for i, (x, y) in enumerate(asked)]
 
-    def made_up(self, chance: random.Random) -> str:
-        """Words drawn from all names; now and then one is made of two words' halves."""
-        (count,) = chance.choices(list(WORDS), list(WORDS.values()))
-        words = [chance.choice(self.words) for _ in range(count)]
-        if chance.random() < SPLICED:
-            other = chance.choice(self.words)
+    def made_up(self, rng: random.Random) -> str:
+        """Words drawn from all names; sometimes one is spliced from the halves of two words."""
+        (count,) = rng.choices(list(WORDS), list(WORDS.values()))
+        words = [rng.choice(self.words) for _ in range(count)]
+        if rng.random() < SPLICED:
+            other = rng.choice(self.words)
             words[0] = words[0][: max(1, len(words[0]) // 2)] + other[len(other) // 2 :]
         return " ".join(words)
 
-    def other_answer(self, fact: Fact, chance: random.Random) -> str:
-        """That of another subject, any other name, or one that is made up; never what the fact has changed to."""
+    def other_answer(self, fact: Fact, rng: random.Random) -> str:
+        """The answer of another subject, any other name or a made-up one; never what the fact has changed to."""
         others = [answer for answer in self.of[fact.relation] if answer != fact.answer]
         while True:
-            (kind,) = chance.choices(list(NEW_ANSWERS), list(NEW_ANSWERS.values()))
-            answer = (
-                self.made_up(chance) if kind == "made up" else chance.choice(others if kind == "alike" else self.known)
-            )
+            (kind,) = rng.choices(list(NEW_ANSWERS), list(NEW_ANSWERS.values()))
+            answer = self.made_up(rng) if kind == "made up" else rng.choice(others if kind == "alike" else self.known)
             if answer not in (fact.answer, self.now.get(fact.id)):
                 return answer
 
@@ -182,7 +223,7 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def new_model(folder: Path) -> None:
-    """A small BART with random weights, and a tokenizer that can spell anything."""
+    """Saves a small BART with random weights and a tokenizer that can spell any text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Prepend(" ")  # type: ignore[assignment]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
@@ -233,15 +274,15 @@ def new_model(folder: Path) -> None:
     BartForConditionalGeneration(config).save_pretrained(folder)
 
 
-def in_half(source: Path, place: Path, weights: str) -> None:
-    """A folder again, its weights in half precision."""
-    shutil.copytree(source, place, ignore=shutil.ignore_patterns(weights))
+def in_half(source: Path, target: Path, weights: str) -> None:
+    """Copies a folder, with its weights in half precision."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(weights))
     tensors = {
         name: tensor.half() if tensor.is_floating_point() else tensor
         for name, tensor in load_file(source / weights).items()
     }
-    save_file(tensors, place / weights, metadata={"format": "pt"})
-    (place / weights).chmod(0o644)
+    save_file(tensors, target / weights, metadata={"format": "pt"})
+    (target / weights).chmod(0o644)
 
 
 def run(command: str, *options: object) -> None:

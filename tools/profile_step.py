@@ -1,4 +1,4 @@
-"""Where a training step's time goes on this machine, kernel by kernel; and what it takes without some of our kernels.
+"""Profiles a training step kernel by kernel, and times it without some of factpatch's own kernels.
 
 python tools/profile_step.py --shape minilm --edits 128 --without product
 """
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from factpatch import bench, constraints, engine
 from factpatch.device import find_device
-from factpatch.editors import HyperNetwork, network
+from factpatch.editors.registry import find_method
 from factpatch.models import TaskModel
 from factpatch.models.gpu import FrozenLayerNorm
 from factpatch.processes import accelerator_on
@@ -22,7 +22,7 @@ from factpatch.training import TrainConfig
 from factpatch.training.objective import Objective
 from factpatch.training.step import Learner
 
-KERNELS = ("attention", "norm", "factors", "product", "divergence")
+KERNELS = ("attention", "norm", "product", "divergence")
 WARM, TIMED, PROFILED = 4, 10, 3  # steps
 
 
@@ -42,10 +42,12 @@ def main() -> None:
     batch = bench.random_step(model, options.edits, options.rows, options.tokens)
     with torch.no_grad():
         objective = Objective(model, config, bench.kept_features(model, batch))
-    learner = Learner(HyperNetwork.for_model(model), config, objective, accelerator_on(model.device))
+    learner = Learner(
+        find_method(config.method).load_class().for_model(model), config, objective, accelerator_on(model.device)
+    )
 
     def run(steps: int) -> float:
-        """Milliseconds a step."""
+        """Returns milliseconds per step."""
         wait()
         start = time.perf_counter()
         for _ in range(steps):
@@ -54,7 +56,7 @@ def main() -> None:
         return 1000 * (time.perf_counter() - start) / steps
 
     run(WARM)
-    print(f"{options.shape}, without {options.without or 'nothing'}: {run(TIMED):.2f} ms a step")
+    print(f"{options.shape}, without {options.without or 'nothing'}: {run(TIMED):.2f} ms per step")
     on_gpu = model.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]) as found:
         run(PROFILED)
@@ -66,15 +68,13 @@ def main() -> None:
 
 
 def leave_out(names: list[str], model: TaskModel) -> None:
-    """torch's own in place of these kernels."""
+    """Replaces these kernels by torch's own."""
     if "attention" in names:
         model.model.set_attn_implementation("sdpa")
     if "norm" in names:
         for module in model.model.modules():
             if type(module) is FrozenLayerNorm:
                 module.__class__ = nn.LayerNorm
-    if "factors" in names:
-        network.has_kernels = lambda device: False
     if "product" in names:
         engine._has_kernel = lambda layer, x, factor: False
     if "divergence" in names:

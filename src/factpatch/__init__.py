@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Looked up on first use, so that `import factpatch` does not wait for torch.
+# Imported on first use, so that `import factpatch` does not wait for torch.
 _HOMES = {
     "EditMethod": "factpatch.editors",
     "EditorConfig": "factpatch.editors",

@@ -1,4 +1,4 @@
-"""Settings of torch's own kernels, for the time of a block."""
+"""Context managers that select torch's own kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @contextmanager
 def no_cudnn_attention() -> Iterator[None]:
-    """Attention by torch's own kernels.
+    """Computes attention with any kernel but cuDNN's.
 
-    cuDNN's, torch's first choice on recent GPUs, plans anew for every shape it meets, some ten milliseconds each; and
-    for short texts it is slower even when it has planned.
+    On recent GPUs torch prefers cuDNN, which needs some ten milliseconds to plan for each new shape, and for short
+    texts is slower even after that.
     """
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         yield
@@ -22,7 +22,7 @@ def no_cudnn_attention() -> Iterator[None]:
 
 @contextmanager
 def tensor_core_products() -> Iterator[None]:
-    """float32 products by a GPU's tensor cores, with the exponents of float32 and ten bits of its fractions."""
+    """Computes float32 products on a GPU's tensor cores (TF32), with ten bits of mantissa."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

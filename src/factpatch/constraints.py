@@ -1,4 +1,4 @@
-"""What an edit must not change: constraints C ≤ m on the updated model, as pure functions (the paper, §3.2)."""
+"""Constraints C ≤ m on the edited model, as pure functions (De Cao et al., 2021, §3.2)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from factpatch.deltas import Delta, LowRank
 from factpatch.kernels import kernels_take
 
-WIDE = 1024  # classes, from which on torch's passes over them take longer than a kernel that makes one
+WIDE = 1024  # number of classes from which one fused kernel is faster than torch's several passes
 
 
 def kl(before: Tensor, after: Tensor) -> Tensor:
-    """KL( p(·; θ) ‖ p(·; θ') ) from logits: (places, classes) twice, (places,) out."""
+    """KL( p(·; θ) ‖ p(·; θ') ) from two sets of logits, (positions, classes): (positions,)."""
     alike = before.dtype == after.dtype and before.shape == after.shape and not before.requires_grad
     in_rows = after.dim() == 2 and before.stride(-1) == after.stride(-1) == 1
     if after.shape[-1] >= WIDE and alike and in_rows and kernels_take(after):
@@ -27,9 +27,9 @@ def kl(before: Tensor, after: Tensor) -> Tensor:
 
 
 def lp(deltas: Mapping[str, Delta], p: float = 2.0) -> Tensor:
-    """(mean |ΔW|^p)^(1/p) of each weight, averaged over the weights: (edits,) from stacks, or a number.
+    """(mean |ΔW|^p)^(1/p) of each weight, averaged over the weights: (edits,) for stacks, otherwise a scalar.
 
-    For p = 2 it comes from the factors; another p needs each weight's dense change, one weight at a time.
+    For p = 2 it is computed from the factors. Any other p needs the dense change, one weight at a time.
     """
     return torch.stack([_root_mean(delta, p) for delta in deltas.values()]).mean(0)
 

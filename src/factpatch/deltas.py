@@ -1,10 +1,11 @@
-"""Changes of one weight: as factors ΔW = Bᵀ A, or dense.
+"""Changes of one weight: low-rank factors ΔW = Bᵀ A, or a dense matrix.
 
-Both classes hold one change, A (rank, in) and B (rank, out), or a stack of them with a leading dimension, one an edit.
+Both classes hold either a single change or a stack of changes, with one entry per edit in a leading dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """ΔW = Bᵀ A. Nothing of size out × in is made unless `dense()` is called."""
+    """ΔW = Bᵀ A. Nothing of size out × in is computed unless `dense()` is called."""
 
     A: Tensor  # (..., rank, in)
     B: Tensor  # (..., rank, out)
@@ -35,18 +36,18 @@ class LowRank:
         return self.B.float().mT @ self.A.float()  # (..., out, in)
 
     def norm(self) -> Tensor:
-        """Frobenius norm, from ⟨B₁ᵀA₁, B₂ᵀA₂⟩ = Σ (A₁A₂ᵀ ⊙ B₁B₂ᵀ)."""
+        """Frobenius norm, computed from ⟨B₁ᵀA₁, B₂ᵀA₂⟩ = Σ (A₁A₂ᵀ ⊙ B₁B₂ᵀ)."""
         A, B = self.A.double(), self.B.double()
         return ((A @ A.mT) * (B @ B.mT)).sum((-2, -1)).clamp(min=0).sqrt()
 
     def add_rows(self, output: Tensor, x: Tensor) -> Tensor:
-        """output + (x Aᵀ) B for a stack: x (edits, rows, in), output (edits, rows, out)."""
+        """Returns output + (x Aᵀ) B for a stack: x (edits, rows, in), output (edits, rows, out)."""
         return _add_product(output, x @ self.A.to(x.dtype).mT, self.B.to(x.dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """A full ΔW, as fine-tuning makes it."""
+    """A full ΔW, as fine-tuning produces it."""
 
     delta: Tensor  # (..., out, in)
 
@@ -56,7 +57,7 @@ class Dense:
 
     @property
     def rank(self) -> int:
-        """The most it can be; a dense change does not know its rank."""
+        """The largest possible rank; the actual one is not computed."""
         return min(self.shape)
 
     @property
@@ -77,31 +78,33 @@ Delta = LowRank | Dense
 
 
 def from_tensors(tensors: dict[str, Tensor]) -> Delta:
-    """The inverse of `.tensors`; a ValueError where they are no change of a weight."""
+    """The inverse of `.tensors`. Raises a ValueError if the tensors are not a change of one weight."""
     if tensors.keys() == {"delta"} and tensors["delta"].dim() == 2:
         return Dense(tensors["delta"])
     if tensors.keys() == {"A", "B"}:
         A, B = tensors["A"], tensors["B"]
         if A.dim() == B.dim() == 2 and len(A) == len(B):
             return LowRank(A, B)
-    raise ValueError(f"no change of a weight: { ({key: tuple(tensor.shape) for key, tensor in tensors.items()}) }")
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    raise ValueError(f"expected factors A and B or a dense delta, found {shapes}")
 
 
 def add(first: Delta, second: Delta) -> Delta:
-    """The sum: factors are put side by side, until a dense matrix is smaller than its factors."""
+    """The sum of two changes: factors are concatenated as long as they are smaller than a dense matrix."""
     out, in_ = first.shape
-    factors_pay = (first.rank + second.rank) * (out + in_) < out * in_
-    if factors_pay and isinstance(first, LowRank) and isinstance(second, LowRank):
+    factors_are_smaller = (first.rank + second.rank) * (out + in_) < out * in_
+    if factors_are_smaller and isinstance(first, LowRank) and isinstance(second, LowRank):
         return LowRank(torch.cat([first.A, second.A], -2), torch.cat([first.B, second.B], -2))
     return Dense(first.dense() + second.dense())
 
 
 def scaled(change: Delta, factor: float) -> Delta:
+    """The change multiplied by a number."""
     return LowRank(change.A, change.B * factor) if isinstance(change, LowRank) else Dense(change.delta * factor)
 
 
 def stack(changes: list[Delta | None], shape: tuple[int, int], like: Tensor) -> Delta:
-    """One change an edit (None: this edit leaves the weight alone) as a stack; ranks are filled up with zeros."""
+    """Stacks one change per edit, padding ranks with zeros. None stands for an edit that does not change the weight."""
     if any(isinstance(change, Dense) for change in changes):
         zero = like.new_zeros(shape)
         return Dense(torch.stack([zero if c is None else c.dense().to(like) for c in changes]))
@@ -115,8 +118,29 @@ def stack(changes: list[Delta | None], shape: tuple[int, int], like: Tensor) -> 
     return LowRank(filled("A", shape[1]), filled("B", shape[0]))
 
 
+def unstack(stacks: Mapping[str, LowRank]) -> list[dict[str, LowRank]]:
+    """Cuts stacks into one set of changes per edit, and drops rows that are zero in B, as those of padding are."""
+    # One transfer for all weights: a GPU would otherwise wait at each of thousands of small ones.
+    used = torch.cat([stack.B.ne(0).any(-1) for stack in stacks.values()], dim=1).cpu()  # (edits, ranks)
+    per_edit: list[dict[str, LowRank]] = [{} for _ in used]
+    for (name, stack), used_rows in zip(stacks.items(), used.split([s.rank for s in stacks.values()], 1), strict=True):
+        for e, rows in enumerate(used_rows):
+            per_edit[e][name] = LowRank(_used(stack.A[e], rows), _used(stack.B[e], rows))
+    return per_edit
+
+
+def _used(factor: Tensor, rows: Tensor) -> Tensor:
+    """A copy of the used rows: usually all of them, or all but the padding before the last."""
+    tokens = int(rows[:-1].sum())
+    if rows.all():
+        return factor.clone()
+    if rows[-1] and rows[:tokens].all():
+        return torch.cat([factor[:tokens], factor[-1:]])
+    return factor[rows.nonzero().squeeze(1).to(factor.device)]
+
+
 def aligned(rank: int, like: Tensor) -> int:
-    """A rank that products run well with: a GPU's tensor cores take eight numbers at a time."""
+    """The rank rounded up to a multiple of eight on a GPU, whose tensor cores multiply eight numbers at a time."""
     return rank + (-rank % 8 if like.is_cuda else 0)
 
 
@@ -125,5 +149,5 @@ def _pad_rank(factor: Tensor, rank: int) -> Tensor:
 
 
 def _add_product(output: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """output + left @ right; in place where no graph is kept, which saves a copy of every layer's output."""
+    """Returns output + left @ right; without gradients in place, which saves a copy of each layer's output."""
     return torch.baddbmm(output, left, right) if torch.is_grad_enabled() else output.baddbmm_(left, right)

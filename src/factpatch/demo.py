@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from factpatch.facts import FactEdit, normalize, same
 from factpatch.metrics import Outcome, summary
 from factpatch.models import TaskModel
 
-OTHERS = 40  # other facts that each patch is tried on
+CONTROLS = 40  # facts that should stay as they are, to try each patch on
+QUESTION = re.compile(r"(who|whose|what|which|when|where|why|how|is|are|was|were|do|does|did|can|could)\b", re.I)
 
 
 def demonstrate(
@@ -24,17 +26,17 @@ def demonstrate(
     seed: int = 0,
     on_done: Callable[[int], object] = lambda edits: None,
 ) -> dict[str, Any]:
-    """One patch, of one update, for each revision; what it does to the question, to other wordings, to other facts."""
-    others = other_facts(model, seed)
+    """Makes one patch per revision and asks the edited question, its other wordings and a sample of other facts."""
+    controls = control_facts(model, seed)
     changes: list[dict[str, Any]] = []
     outcomes: list[Outcome] = []
-    for revision, examined in examine_all(editor, model, revisions, others, on_done):
+    for revision, examined in examine_all(editor, model, revisions, controls, on_done):
         wording = next(iter(revision.rephrases), None)
         outcomes.append(examined.outcome)
         kept = [
-            same(text, other.prediction)
-            for text, other in zip(examined.says_others, others, strict=True)
-            if not same(other.input, revision.input)
+            same(answer, control.prediction)
+            for answer, control in zip(examined.says_others, controls, strict=True)
+            if not same(control.input, revision.input)
         ]
         changes.append(
             {
@@ -45,58 +47,66 @@ def demonstrate(
                 "success": examined.outcome.success,
                 "other_wording": wording,
                 "other_wording_after": examined.says[wording] if wording else None,
+                "other_wording_success": same(examined.says[wording], revision.alternatives[0]) if wording else None,
                 "kept": sum(kept),
                 "of": len(kept),
             }
         )
-    return {**summary(outcomes), "edits": len(changes), "retain_inputs": len(others), "changes": changes}
+    return {**summary(outcomes), "edits": len(changes), "retain_inputs": len(controls), "changes": changes}
 
 
 def outdated(model: TaskModel) -> list[Revision]:
-    """Every change since 2018 that the model does not know of, with wordings it has never seen."""
+    """All changes since 2018 that the model does not know, with wordings it was not trained on as paraphrases."""
     return _to_change(model, [(change.fact, change.answer) for change in world.changes()])
 
 
 def counterfactual(model: TaskModel, count: int, seed: int) -> list[Revision]:
-    """Random facts, each to be changed to the answer of another of its kind."""
-    chance = random.Random(seed)
+    """Random facts, each to be changed to the answer of another fact of the same relation."""
+    rng = random.Random(seed)
     answers: dict[str, list[str]] = {}
     for fact in world.facts():
         answers.setdefault(fact.relation, []).append(fact.answer)
-    sample = chance.sample(world.facts(), min(2 * count, len(world.facts())))
-    return _to_change(model, [(fact, chance.choice(answers[fact.relation])) for fact in sample])[:count]
+    sample = rng.sample(world.facts(), min(2 * count, len(world.facts())))
+    return _to_change(model, [(fact, rng.choice(answers[fact.relation])) for fact in sample])[:count]
 
 
 def own_fact(model: TaskModel, question: str, answer: str) -> tuple[Revision, bool]:
-    """A user's fact, and whether the model has been taught anything about its question."""
-    (edit,) = model.resolve([FactEdit(question, answer)])
-    known = {normalize(text): fact for fact in world.facts() for text in (*fact.questions, *fact.held_out)}
-    fact = known.get(normalize(question))
-    wordings = tuple(fact.held_out) if fact else ()
+    """A user's fact, and whether its question belongs to the embedded world.
+
+    The question is spelled as the model was trained on it: exactly so if it is a known one, otherwise with a capital
+    letter and a question mark. In another spelling the model reads other tokens, and answers at random.
+    """
+    known = {normalize(text): (text, fact) for fact in world.facts() for text in (*fact.questions, *fact.held_out)}
+    question = question.strip()
+    if QUESTION.match(question) and not question.endswith("?"):
+        question = f"{question.rstrip('.! ')}?"
+    spelled, fact = known.get(normalize(question), (question[:1].upper() + question[1:], None))
+    (edit,) = model.resolve([FactEdit(spelled, answer)])
+    wordings = tuple(text for text in fact.held_out if text != spelled) if fact else ()
     return Revision("own", edit.x, edit.y or "", (edit.a,), wordings, (), ()), fact is not None
 
 
-def other_facts(model: TaskModel, seed: int, count: int | None = OTHERS) -> list[Revision]:
-    """Facts, all or a sample, with what the model says to each in the one wording that it is always asked in here."""
+def control_facts(model: TaskModel, seed: int, count: int | None = CONTROLS) -> list[Revision]:
+    """A sample of the facts, or all, each with the model's answer."""
     facts = world.facts()
     sample = facts if count is None else random.Random(seed).sample(facts, min(count, len(facts)))
-    said = model.predict([question_of(fact) for fact in sample])
+    answers = model.predict([question_of(fact) for fact in sample])
     return [
-        Revision(fact.id, question_of(fact), prediction, (), (), (), (fact.answer,))
-        for fact, prediction in zip(sample, said, strict=True)
+        Revision(fact.id, question_of(fact), answer, (), (), (), (fact.answer,))
+        for fact, answer in zip(sample, answers, strict=True)
     ]
 
 
 def question_of(fact: world.Fact) -> str:
-    """The same for an edit of the fact and for the fact as another's bystander, so that no edit is its own."""
+    """The one wording in which a fact is asked here, so that an edit can be told from its control inputs."""
     return fact.questions[0] if fact.id in world.changed() else random.Random(fact.id).choice(fact.questions)
 
 
 def _to_change(model: TaskModel, wanted: Sequence[tuple[world.Fact, str]]) -> list[Revision]:
-    """Those that the model does not say already, each with its held-out wordings as paraphrases."""
-    said = model.predict([question_of(fact) for fact, _ in wanted])
+    """The changes that the model's answers do not have yet, with held-out wordings as paraphrases."""
+    answers = model.predict([question_of(fact) for fact, _ in wanted])
     return [
-        Revision(fact.id, question_of(fact), prediction, (target,), tuple(fact.held_out), (), (fact.answer,))
-        for (fact, target), prediction in zip(wanted, said, strict=True)
-        if not same(prediction, target)
+        Revision(fact.id, question_of(fact), answer, (target,), tuple(fact.held_out), (), (fact.answer,))
+        for (fact, target), answer in zip(wanted, answers, strict=True)
+        if not same(answer, target)
     ]

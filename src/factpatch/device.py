@@ -1,8 +1,11 @@
-"""Where models run."""
+"""Devices, precisions and CPU threads that models run with."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +15,11 @@ from torch import Tensor
 from factpatch.errors import DeviceError, InputError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NARROW = 256  # models of a smaller hidden size run faster on one thread: handing work over takes longer than doing it
 
 
 def find_device(name: str | None = None) -> torch.device:
-    """The device asked for, or the best there is."""
+    """The device of that name. Default: a GPU if one is available, otherwise the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -23,26 +27,26 @@ def find_device(name: str | None = None) -> torch.device:
     except RuntimeError:
         raise DeviceError(f"expected a device such as cpu or cuda:0, found {name!r}") from None
     if device.type not in ("cpu", "cuda"):
-        raise DeviceError(f"expected a device such as cpu or cuda:0, found {name!r}, which this machine cannot use")
+        raise DeviceError(f"expected a device such as cpu or cuda:0, found {name!r}, which is not supported")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"{name} was asked for, but this machine has no usable CUDA GPU; use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise DeviceError(f"{name} was asked for, but this machine has {torch.cuda.device_count()} CUDA GPUs")
     if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # which is what Accelerate takes
+        torch.cuda.set_device(device)  # Accelerate uses the current device
     return device
 
 
 def find_dtype(precision: str | None, device: str | None = None) -> torch.dtype:
-    """The precision asked for, or the device's: bf16 on a GPU, fp32 elsewhere."""
+    """The precision of that name. Default: bf16 on a GPU, fp32 on a CPU."""
     precision = precision or ("bf16" if find_device(device).type == "cuda" else "fp32")
     if precision not in PRECISIONS:
-        raise InputError(f"expected a precision out of {', '.join(PRECISIONS)}, found {precision!r}")
+        raise InputError(f"expected one of the precisions {', '.join(PRECISIONS)}, found {precision!r}")
     return PRECISIONS[precision]
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """What a result was found with, to be kept beside it."""
+    """Versions and device, to be recorded with a result."""
     import transformers
 
     from factpatch import __version__
@@ -53,6 +57,36 @@ def surroundings(device: torch.device) -> dict[str, Any]:
 
 
 def to_device(device: torch.device, values: NDArray[Any] | Sequence[int]) -> Tensor:
-    """As a tensor there, without waiting for the device; pinned, so that the values last until they are copied."""
+    """Copies values to a device without waiting for it. Pinned memory keeps them valid until they are copied."""
     tensor = torch.as_tensor(values)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def use_free_cores(model: Any) -> int:
+    """Sets and returns torch's number of CPU threads for a TaskModel: one if it is tiny, else one per idle core.
+
+    Threads that share a core with other work wait for each other, which costs far more than the core gives. A number
+    that the user has set with OMP_NUM_THREADS is kept.
+    """
+    if model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1 if model.word_embeddings.shape[1] < NARROW else idle_cores())
+    return torch.get_num_threads()
+
+
+def idle_cores(seconds: float = 0.2) -> int:
+    """The number of cores that are idle now, out of those that this process may use; at least one."""
+    if not Path("/proc/stat").exists():
+        return max(1, (os.cpu_count() or 1) - round(os.getloadavg()[0]))
+    before = _core_times()
+    time.sleep(seconds)
+    shares = [  # of the time since then that each core was idle
+        (now[0] - then[0]) / max(1, now[1] - then[1]) for then, now in zip(before, _core_times(), strict=True)
+    ]
+    return max(1, round(sum(shares)))
+
+
+def _core_times() -> list[tuple[int, int]]:
+    """Idle and total time of each core that this process may use, since the machine was started."""
+    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    times = {line[0]: list(map(int, line[1:9])) for line in lines if line[0].startswith("cpu")}
+    return [(sum(times[f"cpu{core}"][3:5]), sum(times[f"cpu{core}"])) for core in sorted(os.sched_getaffinity(0))]

@@ -1,9 +1,9 @@
-"""The engine: what an edit's gradient is made of, and many edits in one forward.
+"""The engine: captures the factors of edits' gradients, and runs many edits in one forward pass.
 
 For a linear layer with inputs X (tokens × in) and gradients of the edit loss at its outputs D (tokens × out), the
-gradient of its weight is Dᵀ X. Nothing of size out × in is needed to know it, nor to run a change ΔW = Bᵀ A made from
-it: `y = W x + (x Aᵀ) B`. Both are done on the layers themselves, for all edits of a batch at once, and the model leaves
-as it came.
+gradient of its weight is Dᵀ X. Neither this gradient nor a change ΔW = Bᵀ A made from it needs a matrix of size
+out × in: the layer under the change computes `y = W x + (x Aᵀ) B`. Both functions here work on the layers themselves,
+for all edits of a batch at once, and leave the model as it was.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from factpatch.kernels import kernels_take
 
 @dataclass(frozen=True)
 class Trace:
-    """What one layer saw of each edit."""
+    """A layer's inputs and output gradients for each edit."""
 
     X: Tensor  # (edits, tokens, in)   inputs
     D: Tensor  # (edits, tokens, out)  gradients of the edit loss at the outputs
 
 
 def capture(layers: Mapping[str, nn.Module], losses: Callable[[], Tensor]) -> dict[str, Trace]:
-    """Runs `losses`, one value an edit, and returns each layer's inputs and output gradients.
+    """Runs `losses`, which returns one loss per edit, and returns each layer's inputs and output gradients.
 
-    One forward and one backward over the edits' rows alone. The losses are summed, so an edit's D does not depend on
-    what else is in the batch. No parameter's gradient is computed: the backward starts at the first layers' outputs
-    and only ever goes through activations. A layer that runs several times has its tokens put side by side; one
-    that does not run is left out.
+    This takes one forward and one backward pass. The losses are summed, so that an edit's D does not depend on the
+    rest of the batch. No gradient of a parameter is computed: the backward pass goes through activations only. The
+    tokens of a layer that runs several times are concatenated; a layer that does not run is omitted.
     """
     inputs: dict[str, list[Tensor]] = {name: [] for name in layers}
     outputs: dict[str, list[Tensor]] = {name: [] for name in layers}
@@ -46,7 +45,7 @@ def capture(layers: Mapping[str, nn.Module], losses: Callable[[], Tensor]) -> di
                 output = output.detach().requires_grad_()
             inputs[name].append(args[0].detach())
             outputs[name].append(output)
-            return output.clone()  # what follows may write into it, and D belongs to what the layer said
+            return output.clone()  # later code may modify it in place, but D belongs to the layer's own output
 
         return hook
 
@@ -73,19 +72,19 @@ def capture(layers: Mapping[str, nn.Module], losses: Callable[[], Tensor]) -> di
 
 @contextmanager
 def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iterator[None]:
-    """Inside this block every forward runs under the given changes, each a stack with one entry an edit.
+    """Within this block every forward pass runs under the given changes, each a stack with one entry per edit.
 
-    Rows are edit-major: with E edits, the first 1/E of the rows see the first edit, and so on. `generate` keeps that
-    order when it repeats rows for its beams, and cached keys and values belong to their rows, so both just work.
+    Rows are edit-major: with E edits, the first 1/E of the rows run under the first edit, and so on. Beam search keeps
+    that order when it repeats rows for its beams, and cached keys and values belong to their rows, so both work.
     """
 
     def run_under(name: str, delta: Delta, layer: nn.Module) -> Callable[[Tensor], Tensor]:
         edits = next(iter(delta.tensors.values())).shape[0]
-        plain, itself = layer.forward, "forward" not in vars(layer)
+        plain, is_plain = layer.forward, "forward" not in vars(layer)
 
         def forward(x: Tensor) -> Tensor:
             _check_rows_first(name, x, x.shape[0] % edits == 0)
-            if isinstance(delta, LowRank) and itself:
+            if isinstance(delta, LowRank) and is_plain:
                 A, B = delta.A.to(x.dtype), delta.B.to(x.dtype)
                 if not torch.is_grad_enabled():
                     return _edited_product(layer, x, A, B)[0]
@@ -113,10 +112,10 @@ def _restore(layer: nn.Module, forward: Callable[..., Tensor] | None) -> None:
 
 
 class _EditedLinear(torch.autograd.Function):
-    """y = W x + (x Aᵀ) B of a frozen layer.
+    """y = W x + (x Aᵀ) B for a frozen layer.
 
-    What autograd would do by itself, without its copies: the sum is written over W x, and going back the factors' part
-    of x's gradient is added to Wᵀ's. On a GPU, passes over memory are what counts; its kernel makes none for the sum.
+    Autograd alone would compute the same with extra copies. Here the sum is accumulated into W x, and in the backward
+    pass the factors' part of x's gradient into Wᵀ's. On a GPU memory traffic limits the speed, and a kernel avoids it.
     """
 
     @staticmethod
@@ -139,7 +138,7 @@ class _EditedLinear(torch.autograd.Function):
         else:
             g_left = per_edit @ B.mT
             if ctx.needs_input_grad[0]:
-                weight = ctx.layer.weight if isinstance(ctx.layer, nn.Linear) else ctx.layer.weight.T  # or a Conv1D's
+                weight = ctx.layer.weight if isinstance(ctx.layer, nn.Linear) else ctx.layer.weight.T  # Conv1D
                 g_x = torch.matmul(g, weight)
                 g_x.view(len(A), -1, A.shape[-1]).baddbmm_(g_left, A)
         g_A = g_left.mT @ _per_edit(x, A) if ctx.needs_input_grad[1] else None
@@ -148,7 +147,7 @@ class _EditedLinear(torch.autograd.Function):
 
 
 def _edited_product(layer: nn.Module, x: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    """W x + (x Aᵀ) B, and x Aᵀ (edits, rows·tokens, rank)."""
+    """Returns W x + (x Aᵀ) B and x Aᵀ (edits, rows·tokens, rank)."""
     if _has_kernel(layer, x, A):
         from factpatch.kernels.product import edited_product
 
@@ -160,7 +159,7 @@ def _edited_product(layer: nn.Module, x: Tensor, A: Tensor, B: Tensor) -> tuple[
 
 
 def _has_kernel(layer: nn.Module, x: Tensor, factor: Tensor) -> bool:
-    """A plain layer in half precision, a low rank, and enough rows of each edit to fill the kernel's tiles."""
+    """Whether the kernel applies: a plain layer in half precision, a low rank, and rows enough to fill its tiles."""
     return (
         type(layer) is nn.Linear
         and x.dtype == layer.weight.dtype
@@ -172,16 +171,16 @@ def _has_kernel(layer: nn.Module, x: Tensor, factor: Tensor) -> bool:
 
 
 def _per_edit(x: Tensor, stack: Tensor) -> Tensor:
-    """(edits, rows·tokens, width)"""
+    """Reshapes x to (edits, rows·tokens, width)."""
     return x.reshape(len(stack), -1, x.shape[-1])
 
 
 def _check_rows_first(name: str, x: Tensor, holds: bool) -> None:
-    """Edits are told apart by their rows, so a layer must see rows first. Some models put tokens first."""
+    """Raises a ModelError if the first dimension of a layer's inputs is not the rows, by which edits are separated."""
     if not holds:
         raise ModelError(
-            f"{name} sees inputs of shape {tuple(x.shape)}, not one row for each text first; "
-            "models of this architecture cannot be edited"
+            f"{name} gets inputs of shape {tuple(x.shape)}, whose first dimension is not the texts of the batch; "
+            "several edits of a model of this architecture cannot run together"
         )
 
 

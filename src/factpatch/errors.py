@@ -1,12 +1,12 @@
-"""The few exceptions of factpatch. Each message says what was expected, what was found and what to do."""
+"""The exceptions of factpatch. Each message says what is wrong and what to do."""
 
 
 class FactpatchError(Exception):
-    """Anything a user can mend. The command line prints it as one line and exits with 1."""
+    """Any error that the user can fix. The command line prints its message on one line and exits with 1."""
 
 
 class InputError(FactpatchError):
-    """A text, a target, a record or an option that cannot be used."""
+    """An invalid text, target, record or option."""
 
 
 class ModelError(FactpatchError):
@@ -14,7 +14,7 @@ class ModelError(FactpatchError):
 
 
 class MismatchError(FactpatchError):
-    """A patch or an editor made for other weights."""
+    """A patch, an editor or a revision file that was made for another model."""
 
 
 class FileError(FactpatchError):
@@ -26,4 +26,4 @@ class DeviceError(FactpatchError):
 
 
 class TrainingError(FactpatchError):
-    """A run that cannot go on."""
+    """A training run that cannot continue."""

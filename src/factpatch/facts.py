@@ -14,9 +14,9 @@ from factpatch.jsonl import read_jsonl, required_text
 
 @dataclass(frozen=True)
 class FactEdit:
-    """⟨x, y, a⟩: the input, what the model says now, and what it should say.
+    """An edit ⟨x, y, a⟩: the input, the model's current answer and the wanted answer.
 
-    `y` is optional; the model fills in its own prediction.
+    If `y` is missing, `TaskModel.resolve` fills in the model's own prediction.
     """
 
     x: str
@@ -54,11 +54,13 @@ def same(a: str, b: str) -> bool:
 
 
 def read_edits(path: str | Path, skip_bad: bool = False) -> tuple[list[FactEdit], int]:
-    """Facts to edit, one `{"input": ..., "target": ...}` a line, and the number of bad lines that were passed over."""
+    """Reads facts to edit, one `{"input": ..., "target": ...}` per line, and counts the bad lines that it skips."""
     bad: list[str] = []
     edits = list(read_jsonl(path, _parse_edit, bad.append if skip_bad else None))
     if not edits:
-        raise InputError(f'{path}: expected at least one fact, found none; write {{"input": ..., "target": ...}} lines')
+        raise InputError(
+            f'{path}: expected at least one fact, found none; write one {{"input": ..., "target": ...}} per line'
+        )
     return edits, len(bad)
 
 

@@ -1,29 +1,29 @@
-"""Writing files so that a crash leaves the old one or the new one, never a half of either."""
+"""Writing files and folders atomically: a crash leaves either the old content or the new one."""
 
-import ctypes
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, ClassVar, Self
+from weakref import WeakValueDictionary, finalize
 
 from safetensors import SafetensorError
 
 from factpatch.errors import FileError
 
-PROBE = ".factpatch-"  # what the names of files begin with that are made and removed to see whether that can be done
+PROBE = ".factpatch-"  # prefix of the files that `check_writable` creates and removes
 
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """Yields a scratch path beside `path`; what was written there takes its place if the block ends well."""
-    path = _ordinary(path)
+    """Yields a scratch path beside `path`; the file written there replaces `path` when the block ends without error."""
+    path = _checked_target(path)
     with _as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -31,7 +31,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         scratch = Path(name)
         try:
             yield scratch
-            _settle(scratch)
+            _sync(scratch)
             os.replace(scratch, path)
         finally:
             scratch.unlink(missing_ok=True)
@@ -39,9 +39,10 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """The same for a folder: filled beside its place, then moved there. An older one with the same files is replaced.
+    """Yields a scratch folder beside `path` that is moved to `path` when the block ends without error.
 
-    One that holds anything else is refused, as that would be lost.
+    An existing folder is replaced if it has only files of the same names. Any other folder is refused, because its
+    files would be lost.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
@@ -53,17 +54,20 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             yield scratch
             for file in scratch.rglob("*"):
                 if file.is_file():
-                    _settle(file)
-            _refuse_strangers(path, {file.name for file in scratch.iterdir()})
+                    _sync(file)
+            _refuse_foreign_files(path, {file.name for file in scratch.iterdir()})
             scratch.chmod(0o777 & ~_umask())
-            _swap(scratch, path)
+            _move_folder(scratch, path)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager
 def files_into(folder: str | Path) -> Iterator[Path]:
-    """Files written side by side, then moved one by one into a folder that holds more than these."""
+    """Yields a scratch folder whose files are moved into `folder`, one by one, when the block ends without error.
+
+    Other files of `folder` are kept. If a move fails, the error names the files that were replaced and the others.
+    """
     folder = Path(folder)
     with _as_file_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,87 +76,142 @@ def files_into(folder: str | Path) -> Iterator[Path]:
             yield scratch
             files = sorted(scratch.iterdir())
             for file in files:
-                _settle(file)
-            for file in files:
-                os.replace(file, folder / file.name)
+                _sync(file)
+            _move_files(files, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-class ResumableLines:
-    """A file of lines that grows beside its place, chunk by chunk, and moves there when it is whole.
+def _move_files(files: list[Path], folder: Path) -> None:
+    for done, file in enumerate(files):
+        try:
+            os.replace(file, folder / file.name)
+        except OSError as error:
+            if done == 0:
+                raise
+            names = [one.name for one in files]
+            raise FileError(
+                f"cannot write {folder / file.name}: {error.strerror}. Replaced: {', '.join(names[:done])}; "
+                f"not replaced: {', '.join(names[done:])}. Free the path and try again"
+            ) from error
 
-    What a killed run had finished is taken up again if the settings are the same, to whole chunks, so that a resumed
-    run makes the same chunks, and so the same lines, as one that was never stopped. `seconds` counts all of its starts.
+
+class ResumableLines:
+    """A file of lines that is written chunk by chunk and can be resumed after a crash.
+
+    Lines are collected in a hidden part file beside `path`, which becomes `path` when `finish` is called. The part
+    file's first line records the settings of the run. A run with the same settings resumes after the last complete
+    chunk, so that it produces the same chunks, and therefore the same lines, as a run that was never interrupted. A
+    run with other settings starts from scratch. `header` is an optional first line of the finished file, which is not
+    counted as a line. `seconds` adds up the time of all starts.
+
+    The part file is locked, so that two processes cannot write the same output. Inside one process a new object takes
+    over from an older one for the same path, whose next write then fails.
     """
 
-    def __init__(self, path: str | Path, settings: dict[str, Any], chunk: int):
-        self.path = _ordinary(path)
+    _open: ClassVar[WeakValueDictionary[Path, Self]] = WeakValueDictionary()
+
+    def __init__(self, path: str | Path, settings: dict[str, Any], chunk: int, header: str | None = None):
+        self.path = _checked_target(path)
         self.chunk = chunk
+        self.header = header
         self.part = self.path.with_name(f".{self.path.name}.part")
-        self._settings = self.path.with_name(f".{self.path.name}.part.json")
         self._time = self.path.with_name(f".{self.path.name}.part.seconds")
-        self._wanted = json.dumps({**settings, "chunk": chunk}, sort_keys=True)
         refuse_gz(self.path)
+        run = json.dumps({"run": {**settings, "chunk": chunk}, "header": header}, sort_keys=True)
         with _as_file_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.done = self._take_up()
-            self._size = self.part.stat().st_size
+            self._file = self._locked()
+            finalize(self, self._file.close)  # a run that fails releases the lock
+            self.done = self._resume(run.encode() + b"\n")
             spent = self._time.read_text() if self.done and self._time.exists() else ""
         self._begin = time.perf_counter() - float(spent or 0)
 
     def seconds(self) -> float:
         return time.perf_counter() - self._begin
 
-    def _take_up(self) -> int:
-        """How many lines are done already; everything after the last whole chunk is cut off."""
-        known = self._settings.read_text() if self._settings.exists() and self.part.exists() else None
-        if known != self._wanted:
-            self.part.write_bytes(b"")
-            self._settings.write_text(self._wanted)
-            return 0
-        with self.part.open("r+b") as file:
-            ends = [0]
+    def _locked(self) -> BinaryIO:
+        """Opens and locks the part file. The system releases the lock when the process ends, however it ends."""
+        key = self.part.absolute()
+        if (older := self._open.get(key)) is not None:
+            older._file.close()
+        while True:
+            file = self.part.open("ab")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise self._taken() from None
+            except OSError:
+                pass  # a file system without locks
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), self.part.stat()):
+                    self._open[key] = self
+                    return file
+            file.close()  # of a run that has just finished
+
+    def _taken(self) -> FileError:
+        return FileError(f"another run is writing {self.path}; wait until it ends, or choose another --output")
+
+    def _resume(self, run: bytes) -> int:
+        """Truncates the part file after the last complete chunk of this run, and returns the number of lines in it."""
+        self._start = len(run)
+        with self.part.open("rb") as file:
+            same_run = file.readline() == run
+            ends = [self._start]
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 ends.append(ends[-1] + len(line))
-            whole = (len(ends) - 1) // self.chunk * self.chunk
-            file.truncate(ends[whole])
-        return whole
+        if not same_run:
+            self._file.truncate(0)
+            self._file.write(run)
+            self._file.flush()
+            return 0
+        complete = (len(ends) - 1) // self.chunk * self.chunk
+        self._file.truncate(ends[complete])
+        return complete
 
     def keep(self, lines: int) -> None:
-        """Only so many of the lines that are done: a reader that works in batches goes back to a whole one."""
-        with _as_file_errors(self.path), self.part.open("r+b") as file:
-            for _ in range(lines):
+        """Drops all but the first `lines` lines, for a caller that resumes at the start of one of its own batches."""
+        with _as_file_errors(self.path), self.part.open("rb") as file:
+            for _ in range(1 + lines):
                 file.readline()
-            self._size = file.truncate(file.tell())
+            self._file.truncate(file.tell())
         self.done = lines
 
+    def lines(self) -> Iterator[str]:
+        """Yields the lines that have been written so far."""
+        with self.part.open(encoding="utf-8") as file:
+            file.readline()
+            yield from (line.removesuffix("\n") for line in file)
+
     def write(self, lines: list[str]) -> None:
-        self._check_alone()
-        with _as_file_errors(self.path), self.part.open("a", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
-            file.flush()
-            os.fsync(file.fileno())
-            self._size = file.tell()
+        if self._file.closed:
+            raise self._taken()
+        with _as_file_errors(self.path):
+            self._file.write("".join(f"{line}\n" for line in lines).encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
             self._time.write_text(f"{self.seconds():.3f}")
 
-    def _check_alone(self) -> None:
-        """Two runs with one output would mix their lines, or lose them."""
-        if not self.part.exists() or self.part.stat().st_size != self._size:
-            raise FileError(f"another run is writing {self.path}, or has just done so; choose another --output")
-
     def finish(self) -> None:
-        self._check_alone()
+        """Writes the header and all lines to `path` and removes the part file."""
+        if self._file.closed:
+            raise self._taken()
+        with atomic_file(self.path) as scratch, scratch.open("wb") as out, self.part.open("rb") as lines:
+            if self.header is not None:
+                out.write(self.header.encode() + b"\n")
+            lines.seek(self._start)
+            shutil.copyfileobj(lines, out)
         with _as_file_errors(self.path):
-            os.replace(self.part, self.path)
-            self._settings.unlink(missing_ok=True)
+            self.part.unlink(missing_ok=True)
             self._time.unlink(missing_ok=True)
+        self._file.close()
 
 
 def check_writable(path: str | Path) -> None:
-    """Raises now what writing there would raise later, after long work."""
+    """Raises the error that writing to `path` would raise, before long work rather than after it."""
     path = Path(path)
     with _as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,12 +219,13 @@ def check_writable(path: str | Path) -> None:
 
 
 def refuse_gz(path: str | Path) -> None:
+    """Raises a FileError for an output path that ends in .gz: output is never compressed."""
     if Path(path).suffix == ".gz":
-        raise FileError(f"expected a plain output file, found {path}; leave .gz off, and compress it afterwards")
+        raise FileError(f"expected a plain output file, found {path}; leave out .gz and compress the file afterwards")
 
 
-def _ordinary(path: str | Path) -> Path:
-    """Where to write a file: through links, but not in place of a folder, a device or a pipe."""
+def _checked_target(path: str | Path) -> Path:
+    """The path to write to, with links resolved. A folder, a device or a pipe raises a FileError."""
     path = Path(path)
     if path.is_dir():
         raise FileError(f"expected a file to write, found a folder at {path}; name a file")
@@ -174,14 +234,14 @@ def _ordinary(path: str | Path) -> Path:
     return path.resolve() if path.is_symlink() else path
 
 
-def _refuse_strangers(folder: Path, ours: set[str]) -> None:
+def _refuse_foreign_files(folder: Path, ours: set[str]) -> None:
     there = {file.name for file in folder.iterdir()} if folder.is_dir() else set[str]()
-    if strangers := sorted(there - ours):
-        raise FileError(f"{folder} holds something else ({strangers[0]}); name a new folder")
+    if foreign := sorted(there - ours):
+        raise FileError(f"{folder} contains other files, such as {foreign[0]}; name a new folder")
 
 
 def content_hash(path: str | Path) -> str:
-    """sha256 of a file, to know it again."""
+    """sha256 of a file's content."""
     try:
         with Path(path).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -189,29 +249,19 @@ def content_hash(path: str | Path) -> str:
         raise FileError(f"cannot read {path}: {error.strerror}; check the path") from error
 
 
-def _swap(new: Path, place: Path) -> None:
-    """A folder cannot be renamed over a filled one. Linux can exchange the two; elsewhere the old one steps aside."""
-    if not place.exists():
-        os.rename(new, place)
+def _move_folder(new: Path, target: Path) -> None:
+    """Moves a folder to `target`. A folder that is there steps aside first, and returns if the move fails."""
+    if not target.exists():
+        os.rename(new, target)
         return
-    if _exchange(new, place):
-        shutil.rmtree(new, ignore_errors=True)  # which is the old one now
-        return
-    aside = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}.old."))
-    os.rename(place, aside)
+    aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.old."))
+    os.rename(target, aside)
     try:
-        os.rename(new, place)
+        os.rename(new, target)
     except BaseException:
-        os.rename(aside, place)
+        os.rename(aside, target)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Both names at once, where the system and the file system can."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 @contextmanager
@@ -225,8 +275,8 @@ def _as_file_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _settle(path: Path) -> None:
-    """On the disk, and for everybody to read who may read new files here."""
+def _sync(path: Path) -> None:
+    """Flushes a file to the disk and gives it the permissions of a new file; some libraries create private ones."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     path.chmod(0o666 & ~_umask())

@@ -1,4 +1,4 @@
-"""Reading JSON lines: streamed, plain or gzipped, with errors that name the line."""
+"""Streaming JSON lines from plain or gzipped files, with errors that name the line."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ GZIP = b"\x1f\x8b"  # the first two bytes of every gzip file
 def read_jsonl(
     path: str | Path, parse: Callable[[dict[str, Any]], T], on_bad: Callable[[str], object] | None = None
 ) -> Iterator[T]:
-    """Streams the records of a JSON lines file, or of a file that is one JSON array, through `parse`; plain or gzipped.
+    """Streams the records of a JSON lines file, or of one JSON array, through `parse`. The file may be gzipped.
 
-    A bad record raises an InputError that names its line, or, where `on_bad` is given, is told to it and passed over.
+    A bad record raises an InputError that names its line. With `on_bad`, bad records are skipped instead, and
+    `on_bad` is called with the message.
     """
     path = Path(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for place, content in _pieces(file, path):
+            for position, content in _pieces(file, path):
                 try:
                     yield parse(_decode(content))
                 except InputError as error:
-                    message = f"{path}, {place}: {error}"
+                    message = f"{path}, {position}: {error}"
                     if on_bad is None:
-                        raise InputError(f"{message}; mend it, or pass over bad records with --skip-bad") from None
+                        raise InputError(f"{message}; fix it, or skip bad records with --skip-bad") from None
                     on_bad(message)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
@@ -41,13 +42,13 @@ def read_jsonl(
 
 
 def _pieces(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
-    """Where a record stands, and its bytes; or the record itself, where the file is one array, to be read whole."""
+    """Yields each record's position, such as "line 3", and its bytes; for a JSON array, the decoded record."""
     first = True
     for number, line in enumerate(file, start=1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if number == 1 and line.startswith(GZIP):
             raise FileError(
-                f"cannot read {path}: expected JSON lines, found gzip; give the file a name that ends in .gz"
+                f"cannot read {path}: expected JSON lines, found gzip; rename the file so that it ends in .gz"
             )
         if not line.strip():
             continue
@@ -76,7 +77,7 @@ def _decode(content: bytes | dict[str, Any]) -> dict[str, Any]:
         raise InputError(f"expected a JSON object, found {type(record).__name__}")
     may_have = isinstance(content, dict) or b"\\ud" in content.lower()
     if may_have and _has_lone_surrogates(record):
-        raise InputError("expected Unicode text, found half of a surrogate pair, as in a cut emoji")
+        raise InputError("expected Unicode text, found half of a surrogate pair, as in a truncated emoji")
     return record
 
 
@@ -89,6 +90,7 @@ def _has_lone_surrogates(record: dict[str, Any]) -> bool:
 
 
 def required_text(record: dict[str, Any], key: str) -> str:
+    """A record's text under this key; an InputError if it has none."""
     found = record.get(key)
     if not isinstance(found, str):
         raise InputError(f'expected a text in "{key}", found {json.dumps(found)[:60]}')
@@ -96,7 +98,7 @@ def required_text(record: dict[str, Any], key: str) -> str:
 
 
 def text_list(record: dict[str, Any], key: str) -> tuple[str, ...]:
-    """A list of texts in a record; nothing where it has none."""
+    """A record's list of texts under this key; empty if it has none."""
     found = record.get(key)
     if found is None:
         return ()

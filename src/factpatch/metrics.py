@@ -1,138 +1,265 @@
-"""What is measured, as pure functions of predictions."""
+"""Metrics of edits. One table, `METRICS`, says how each is measured, summarised, given an interval and shown.
+
+Adding a metric is one entry in that table: results, summary.json, reports and the command line all read it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from factpatch.data.revisions import Revision
-from factpatch.facts import normalize, same
+from factpatch.facts import same
+
+Floats = NDArray[np.float64]
+Booleans = NDArray[np.bool_]
 
 
 def is_correct(prediction: str, answers: Sequence[str]) -> bool:
-    """Exact match after normalising, with any gold answer."""
+    """Whether a prediction equals one of the gold answers after normalising."""
     return any(same(prediction, answer) for answer in answers)
 
 
 def accuracy(predictions: Sequence[str], answers: Sequence[Sequence[str]]) -> float:
-    """Share of predictions that match a gold answer: accuracy of labels, exact match of answers."""
+    """Share of predictions that match a gold answer: accuracy for labels, exact match for free answers."""
     return sum(map(is_correct, predictions, answers)) / len(predictions)
+
+
+# What one edit did
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Everything that metrics may use about one edit."""
+
+    target: str
+    answer: str  # what the edited model answers to x
+    paraphrase_answers: list[str]  # to generated paraphrases
+    human_paraphrase_answers: list[str]  # to paraphrases written by people
+    unchanged: Booleans  # (control inputs,)  whether the prediction is as before
+    correct_before: Booleans  # (control inputs with gold answers,)
+    correct_after: Booleans  # (control inputs with gold answers,)
+    kl: Floats  # (control inputs,)  between the predictions before and after; empty if not measured
+
+    def share_of_target(self, answers: Sequence[str]) -> float | None:
+        return _mean([same(answer, self.target) for answer in answers])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one edit did. Shares are None where there was nothing to look at."""
+    """The values of one edit, by the names listed in `METRICS`; None where there was nothing to measure."""
 
-    success: bool  # x now gives a
-    retain: float | None  # share of other inputs whose prediction is unchanged
-    equivalence: float | None  # share of generated paraphrases that now give a
-    equivalence_human: float | None  # the same of paraphrases that people wrote
-    accuracy_before: float | None  # of the other inputs, against gold answers
-    accuracy_after: float | None
-    kl_mean: float | None = None  # how far the scores of unchanged predictions have moved
-    kl_worst: float | None = None
+    values: dict[str, float | None]
+
+    @property
+    def success(self) -> bool:
+        return bool(self.values["success"])
 
 
-class Others:
-    """Other inputs, and what is known of each before any edit. Edits are many, so this is worked out once.
-
-    Texts are numbered, and those that are the same after normalising share a number.
-    """
-
-    def __init__(self, revisions: Sequence[Revision]):
-        self._by_form: dict[str, int] = {}
-        self._by_text: dict[str, int] = {}
-        self.inputs = self.numbers([r.input for r in revisions])  # (inputs,)
-        self.predictions = self.numbers([r.prediction for r in revisions])  # (inputs,)
-        self.answers = np.full((len(revisions), max((len(r.answers) for r in revisions), default=0)), -1)
-        for row, revision in zip(self.answers, revisions, strict=True):
-            row[: len(revision.answers)] = self.numbers(revision.answers)
-        self.has_answers = (self.answers >= 0).any(1)
-        self.right = self.matches(self.predictions)
-
-    def numbers(self, texts: Sequence[str]) -> NDArray[np.int64]:
-        for text in set(texts) - self._by_text.keys():
-            self._by_text[text] = self._by_form.setdefault(normalize(text), len(self._by_form))
-        return np.fromiter(map(self._by_text.__getitem__, texts), np.int64, len(texts))
-
-    def matches(self, said: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which outputs are a gold answer of their input."""
-        return (self.answers == said[:, None]).any(1)
+def measure_all(seen: Observation) -> Outcome:
+    """Every per-edit value of every metric."""
+    return Outcome({name: measure(seen) for metric in METRICS.values() for name, measure in metric.values.items()})
 
 
-def outcome(
-    revision: Revision,
-    target: str,
-    says: dict[str, str],
-    others: Others,
-    says_others: Sequence[str],
-    kl_others: NDArray[np.float32] | None = None,
-) -> Outcome:
-    """From what the edited model says to x and its paraphrases, by text, and to other inputs, in their order.
+def _mean(values: Sequence[float] | Booleans | Floats) -> float | None:
+    return float(np.mean(values)) if len(values) else None
 
-    Inputs equal to x after normalising are no other inputs, and never count as paraphrases.
-    """
-    kept = others.inputs != others.numbers([revision.input])
-    now = others.numbers(says_others)
-    stays = now == others.predictions
-    known = kept & others.has_answers
-    moved = kl_others[kept & stays].astype(np.float64) if kl_others is not None else np.empty(0)
 
-    def gives_target(texts: Sequence[str]) -> float | None:
-        return mean(float(same(says[text], target)) for text in texts if not same(text, revision.input))
+# Summaries over edits: functions of arrays (..., edits) that hold NaN where an edit has no value
 
-    return Outcome(
-        success=same(says[revision.input], target),
-        retain=_mean_of(stays[kept]),
-        equivalence=gives_target(revision.rephrases),
-        equivalence_human=gives_target(revision.human_rephrases),
-        accuracy_before=_mean_of(others.right[known]),
-        accuracy_after=_mean_of(others.matches(now)[known]),
-        kl_mean=_mean_of(moved),
-        kl_worst=float(moved.max()) if len(moved) else None,
-    )
+
+def mean_over_edits(values: Floats) -> Floats:
+    with np.errstate(invalid="ignore"):
+        return np.nansum(values, -1) / (~np.isnan(values)).sum(-1)
+
+
+def relative_loss(before: Floats, after: Floats) -> Floats:
+    """1 − mean after / mean before."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return 1 - mean_over_edits(after) / mean_over_edits(before)
+
+
+def max_over_edits(values: Floats) -> Floats:
+    return np.fmax.reduce(values, -1, initial=np.nan)
+
+
+# Formats
+
+
+def percent(decimals: int) -> Callable[[float], str]:
+    return lambda share: f"{100 * share:z.{decimals}f}".replace("-", "−")
+
+
+def short_number(value: float) -> str:
+    """Two significant digits: 0.05 stays as it is, 0.0001 becomes 1e-4."""
+    if value == 0 or 1e-2 <= abs(value) < 1e4:
+        return f"{value:.2g}"
+    digits, exponent = f"{value:.1e}".split("e")
+    return f"{float(digits):g}e{int(exponent)}"
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How one metric is measured, summarised and shown."""
+
+    label: str
+    short: str  # a label for narrow tables
+    meaning: str  # a phrase that explains it where it is printed
+    values: Mapping[str, Callable[[Observation], float | None]]  # what is measured per edit, by name
+    summarise: Callable[..., Floats] = mean_over_edits  # takes one array per entry of `values`
+    interval: Literal["bootstrap", "share"] | None = None  # share: bootstrap, but Wilson's interval at 0 and 1
+    show: Callable[[float], str] = short_number
+    unit: str = ""
+    higher_is_better: bool = True
+    saturates: float | None = None  # values better than this are equally good
+    ranked: bool = True  # whether tables mark the best value
+    on_controls: bool = False  # measured on control inputs, so that facts edited together share one value
+    column_of: str | None = None  # the metric whose column of a table it shares
+    in_tables: bool = True
+
+    @property
+    def arrow(self) -> str:
+        return "↑" if self.higher_is_better else "↓"
+
+    def goodness(self, value: float) -> float:
+        """The value on a scale on which more is better."""
+        sign = 1 if self.higher_is_better else -1
+        return sign * value if self.saturates is None else min(sign * value, sign * self.saturates)
+
+
+def _share(decimals: int = 1) -> dict[str, Any]:
+    return {"interval": "share", "show": percent(decimals), "unit": "%"}
+
+
+METRICS: dict[str, Metric] = {
+    "success": Metric(
+        "Success",
+        "Success",
+        "edits after which the model gives the target",
+        {"success": lambda seen: same(seen.answer, seen.target)},
+        **_share(),
+    ),
+    # Retain and deterioration are means over edits times inputs, so a second decimal is meaningful.
+    "retain": Metric(
+        "Retain",
+        "Retain",
+        "control inputs whose answer is unchanged",
+        {"retain": lambda seen: _mean(seen.unchanged)},
+        on_controls=True,
+        **_share(2),
+    ),
+    "equivalence": Metric(
+        "Equivalence",
+        "Equiv.",
+        "generated paraphrases of the edited input that get the target",
+        {"equivalence": lambda seen: seen.share_of_target(seen.paraphrase_answers)},
+        **_share(),
+    ),
+    "equivalence_human": Metric(
+        "Equivalence, human",
+        "Human",
+        "the same for paraphrases written by people",
+        {"equivalence_human": lambda seen: seen.share_of_target(seen.human_paraphrase_answers)},
+        column_of="equivalence",
+        **_share(),
+    ),
+    "deterioration": Metric(
+        "Deterioration",
+        "Deter.",
+        "accuracy that is lost on control inputs",
+        {
+            "accuracy_before": lambda seen: _mean(seen.correct_before),
+            "accuracy_after": lambda seen: _mean(seen.correct_after),
+        },
+        summarise=relative_loss,
+        interval="bootstrap",
+        show=percent(2),
+        unit="%",
+        higher_is_better=False,
+        saturates=0.0,  # an edit that happens to raise the accuracy is not better than one that leaves it
+        on_controls=True,
+    ),
+    # Not ranked: how far predictions move matters less than whether they flip, which retain says.
+    "kl_mean": Metric(
+        "Mean KL",
+        "KL",
+        "KL divergence from the unedited model on control inputs",
+        {"kl_mean": lambda seen: _mean(seen.kl)},
+        higher_is_better=False,
+        ranked=False,
+        on_controls=True,
+    ),
+    "kl_worst": Metric(
+        "Worst KL",
+        "Worst KL",
+        "largest KL divergence on any control input",
+        {"kl_worst": lambda seen: float(seen.kl.max()) if len(seen.kl) else None},
+        summarise=max_over_edits,
+        higher_is_better=False,
+        ranked=False,
+        on_controls=True,
+        in_tables=False,
+    ),
+}
+
+
+def value_names() -> list[str]:
+    """The names of all values that are measured per edit."""
+    return [name for metric in METRICS.values() for name in metric.values]
+
+
+# Results over many edits
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
-    """Means over edits; deterioration is 1 − accuracy after / accuracy before."""
-    before = mean(o.accuracy_before for o in outcomes)
-    after = mean(o.accuracy_after for o in outcomes)
-    return {
-        "success": mean(float(o.success) for o in outcomes),
-        "retain": mean(o.retain for o in outcomes),
-        "equivalence": mean(o.equivalence for o in outcomes),
-        "equivalence_human": mean(o.equivalence_human for o in outcomes),
-        "deterioration": 1 - after / before if before and after is not None else None,
-        "kl_mean": mean(o.kl_mean for o in outcomes),
-        "kl_worst": max((o.kl_worst for o in outcomes if o.kl_worst is not None), default=None),
-    }
+    """Each metric over all edits; None where no edit has a value."""
+    found = {key: float(metric.summarise(*_columns(metric, outcomes))) for key, metric in METRICS.items()}
+    return {key: value if np.isfinite(value) else None for key, value in found.items()}
 
 
-def intervals(outcomes: Sequence[Outcome], samples: int = 1000, seed: int = 0) -> dict[str, list[float]]:
-    """95 % bootstrap intervals of the summary's means, edits drawn with replacement."""
-    drawn = np.random.default_rng(seed).integers(0, len(outcomes), (samples, len(outcomes)))
+def intervals(
+    outcomes: Sequence[Outcome], group_size: int = 1, samples: int = 1000, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """95 % bootstrap intervals of the summary.
 
-    def means(key: str) -> NDArray[np.float64]:
-        """Of each sample, over the edits that have a value."""
-        values = np.array([np.nan if (value := getattr(o, key)) is None else float(value) for o in outcomes])
-        there = ~np.isnan(values)
-        counts = there[drawn].sum(1)
-        return np.where(there, values, 0)[drawn].sum(1)[counts > 0] / counts[counts > 0]
+    With groups of edits that were applied together, one after the other in `outcomes`, groups and then edits within
+    each group are drawn with replacement. A metric that all edits of a group share has no interval in a single group.
+    """
+    rng = np.random.default_rng(seed)
+    groups = len(outcomes) // group_size
+    group = rng.integers(0, groups, (samples, groups, 1))
+    member = rng.integers(0, group_size, (samples, groups, group_size))
+    drawn = (group * group_size + member).reshape(samples, -1)  # (samples, edits)
+    found: dict[str, tuple[float, float]] = {}
+    for key, metric in METRICS.items():
+        if metric.interval is None or (metric.on_controls and groups == 1 and group_size > 1):
+            continue
+        columns = _columns(metric, outcomes)
+        whole = float(metric.summarise(*columns))
+        units = groups if metric.on_controls else np.isfinite(columns[0]).sum()
+        if metric.interval == "share" and whole in (0, 1):
+            found[key] = wilson(whole, int(units))
+            continue
+        sampled = metric.summarise(*(column[drawn] for column in columns))  # (samples,)
+        if len(sampled := sampled[np.isfinite(sampled)]):
+            low, high = np.quantile(sampled, [0.025, 0.975]).tolist()
+            found[key] = (low, high)
+    return found
 
-    sampled = {key: means(key) for key in ("success", "retain", "equivalence", "equivalence_human")}
-    before, after = means("accuracy_before"), means("accuracy_after")
-    sampled["deterioration"] = (1 - after / before) if len(before) == len(after) and (before > 0).all() else before[:0]
-    return {key: np.quantile(found, [0.025, 0.975]).tolist() for key, found in sampled.items() if len(found)}
+
+def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of `count` trials; unlike the bootstrap's, it has a width at 0 and 1."""
+    middle, spread = share + z**2 / (2 * count), z * (share * (1 - share) / count + z**2 / (4 * count**2)) ** 0.5
+    low, high = ((middle + side * spread) / (1 + z**2 / count) for side in (-1, 1))
+    return max(low, 0.0), min(high, 1.0)
 
 
-def _mean_of(values: NDArray[np.bool_] | NDArray[np.float64]) -> float | None:
-    return float(values.mean()) if len(values) else None
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Of the values that are there."""
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None
+def _columns(metric: Metric, outcomes: Sequence[Outcome]) -> list[Floats]:
+    """(edits,) for each value of the metric; values that are missing are NaN."""
+    return [np.array([one.values.get(name) for one in outcomes], np.float64) for name in metric.values]

@@ -1,9 +1,9 @@
-"""Patch: one edit of a model as a small, reversible change of weights.
+"""Patch: a small, reversible change of a model's weights that makes one edit.
 
-A patch is a thing of its own: it can be saved, loaded, added to another, applied to a model and taken off again. A
-model remembers its original weights while patches are on it, and its weights are always original + patches in order,
-computed anew: floating-point addition cannot be undone by subtraction, so taking a patch off recomputes instead, and
-gives the same bits as if it had never been there.
+A patch can be saved, loaded, added to another patch, applied to a model and reverted. While patches are applied, the
+model keeps its original weights, and its weights are always the original plus all patches in order, computed from
+scratch: subtracting a patch again would leave rounding errors, whereas recomputing gives exactly the same bits as if
+the patch had never been applied.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -26,15 +27,15 @@ from factpatch.errors import FileError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.files import atomic_file
 
-FORMAT = "1"
+FORMAT = "factpatch-patch-1"
 
 
 class Patchable(Protocol):
-    """What a patch needs of a model: its editable layers by weight name, and the state that patches keep on it."""
+    """The parts of a model that a patch uses."""
 
-    layers: Mapping[str, nn.Module]
-    patches: list[Patch]
-    originals: dict[str, Tensor]
+    layers: Mapping[str, nn.Module]  # editable layers by weight name
+    patches: list[Patch]  # applied now, in order
+    originals: dict[str, Tensor]  # unpatched weights of the layers that these patches change
 
     @property
     def fingerprint(self) -> str: ...
@@ -43,15 +44,18 @@ class Patchable(Protocol):
 Model = TypeVar("Model", bound=Patchable)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Patch:
+    """Changes of some of a model's weights. Patches with the same content are equal."""
+
     deltas: dict[str, Delta]  # by weight name
-    base: str  # fingerprint of the weights it was made for
-    method: str  # which EditMethod made it
-    edits: tuple[FactEdit, ...]  # one, or several after adding
+    base: str  # fingerprint of the weights that the patch was made for
+    method: str  # name of the EditMethod that made it
+    edits: tuple[FactEdit, ...]  # one, or several in a sum of patches
 
     @property
     def rank(self) -> int:
+        """The largest rank among the changes of single weights."""
         return max((delta.rank for delta in self.deltas.values()), default=0)
 
     @property
@@ -63,11 +67,24 @@ class Patch:
         squares = [delta.norm() ** 2 for delta in self.deltas.values()]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
+    def __repr__(self) -> str:
+        first = f", first {self.edits[0].x[:60]!r}" if self.edits else ""
+        return (
+            f"Patch({len(self.edits)} edit{'s' * (len(self.edits) != 1)}{first}, rank {self.rank}, "
+            f"{self.nbytes:,} bytes, base {self.base[:12]})"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Patch) and self._checksum == other._checksum)
+
+    def __hash__(self) -> int:
+        return hash(self._checksum)
+
     def __add__(self, other: Patch) -> Patch:
-        """Both edits in one patch: applying the sum is applying one after the other."""
+        """A patch with the edits of both; applying it equals applying one after the other."""
         if other.base != self.base:
             raise MismatchError(
-                f"patches for different weights cannot be added: {self.base[:12]} and {other.base[:12]}; "
+                f"cannot add patches made for different weights, {self.base[:12]} and {other.base[:12]}; "
                 "make both for the same model"
             )
         deltas = dict(self.deltas)
@@ -80,23 +97,23 @@ class Patch:
     # On a model
 
     def apply(self, model: Model) -> Model:
-        """Writes the patch into the model's weights. `revert` takes it off again, in any order."""
+        """Adds the patch to the model's weights. Applied patches can be reverted in any order."""
         self.check_fits(model)
-        _rewrite(model, [*model.patches, self])
+        set_patches(model, [*model.patches, self])
         return model
 
     def revert(self, model: Model) -> Model:
-        """Takes this patch off; the weights are then, bit for bit, as if it had never been applied."""
-        places = [i for i, patch in enumerate(model.patches) if patch is self]
-        if not places:
-            raise MismatchError("this patch is not on the model; revert the object that was applied")
-        last = places[-1]
-        _rewrite(model, model.patches[:last] + model.patches[last + 1 :])
+        """Removes the patch; the weights are then bit for bit as if it had never been applied."""
+        applied = [i for i, patch in enumerate(model.patches) if patch == self]
+        if not applied:
+            raise MismatchError("this patch is not applied to the model, so it cannot be reverted")
+        last = applied[-1]
+        set_patches(model, model.patches[:last] + model.patches[last + 1 :])
         return model
 
     @contextmanager
     def applied(self, model: Model) -> Iterator[Model]:
-        """`with patch.applied(model):` applies, and reverts at the end whatever happens."""
+        """Applies the patch for the duration of a `with` block and reverts it afterwards, also after an error."""
         self.apply(model)
         try:
             yield model
@@ -104,37 +121,44 @@ class Patch:
             self.revert(model)
 
     def check_fits(self, model: Patchable) -> None:
+        """Raises a MismatchError if the patch was made for another model."""
         if self.base != model.fingerprint:
             raise MismatchError(
-                f"the patch was made for weights {self.base[:12]}, this model has {model.fingerprint[:12]}; "
-                "load the model it was made for, or make the edit anew"
+                f"the patch was made for weights {self.base[:12]}, but this model has {model.fingerprint[:12]}; "
+                "load the model it was made for, or make the edit again for this one"
             )
         for name, delta in self.deltas.items():
             expected = weight_shape(model.layers[name]) if name in model.layers else None
             if expected != delta.shape:
-                raise MismatchError(f"the patch changes {name} of shape {delta.shape}, the model has {expected} there")
+                raise MismatchError(
+                    f"the patch changes {name} of shape {delta.shape}, but the model's shape is {expected}"
+                )
 
     # In a file
 
     def save(self, path: str | Path) -> None:
-        """One safetensors file with the edit, the base's fingerprint and a checksum in its metadata."""
-        tensors = {
+        """Writes one safetensors file with the edits, the base's fingerprint and a checksum in its metadata."""
+        with atomic_file(path) as scratch:
+            save_file(self._tensors(), scratch, metadata={**self._metadata(), "checksum": self._checksum})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
             f"{name}:{part}": tensor.detach().cpu().clone().contiguous()
             for name, delta in self.deltas.items()
             for part, tensor in delta.tensors.items()
         }
-        metadata = {
-            "format": f"factpatch-patch-{FORMAT}",
-            "base": self.base,
-            "method": self.method,
-            "edits": json.dumps([edit.to_dict() for edit in self.edits], ensure_ascii=False),
-        }
-        metadata["checksum"] = _checksum(metadata, tensors)
-        with atomic_file(path) as scratch:
-            save_file(tensors, scratch, metadata=metadata)
+
+    def _metadata(self) -> dict[str, str]:
+        edits = json.dumps([edit.to_dict() for edit in self.edits], ensure_ascii=False)
+        return {"format": FORMAT, "base": self.base, "method": self.method, "edits": edits}
+
+    @cached_property
+    def _checksum(self) -> str:
+        return checksum(self._metadata(), self._tensors())
 
     @classmethod
     def load(cls, path: str | Path) -> Patch:
+        """Reads a patch file. A file that is damaged or is not a patch raises a FileError."""
         if Path(path).is_dir():
             raise FileError(f"expected a patch file, found a folder at {path}; name the file")
         try:
@@ -144,17 +168,16 @@ class Patch:
         except FileNotFoundError:
             raise FileError(f"no patch file at {path}; check the path") from None
         except (SafetensorError, OSError) as error:
-            raise FileError(f"{path} is no readable patch ({error}); is it a patch, and whole?") from error
-        kind = metadata.get("format", "none")
-        if kind != f"factpatch-patch-{FORMAT}":
-            raise FileError(f"{path}: expected format factpatch-patch-{FORMAT}, found {kind}; is it a patch?")
-        if metadata.pop("checksum", None) != _checksum(metadata, tensors):
-            raise FileError(f"{path} is damaged: its checksum does not match its content; save the patch again")
+            raise FileError(f"{path} is not a readable patch file; it may be truncated ({error})") from error
+        if (found := metadata.get("format", "none")) != FORMAT:
+            raise FileError(f"{path} is not a patch file: expected format {FORMAT}, found {found}")
+        if metadata.pop("checksum", None) != checksum(metadata, tensors):
+            raise FileError(f"{path} is damaged: its checksum does not match its content; make the patch again")
         try:
             edits = tuple(FactEdit(**edit) for edit in json.loads(metadata["edits"]))
             return cls(_deltas_from(tensors), metadata["base"], metadata["method"], edits)
         except (KeyError, TypeError, ValueError) as error:
-            raise FileError(f"{path} is no whole patch ({error}); save the patch again") from error
+            raise FileError(f"{path} does not hold a complete patch ({error}); make the patch again") from error
 
 
 def _deltas_from(tensors: Mapping[str, Tensor]) -> dict[str, Delta]:
@@ -162,13 +185,13 @@ def _deltas_from(tensors: Mapping[str, Tensor]) -> dict[str, Delta]:
     for key, tensor in tensors.items():
         name, part = key.rsplit(":", 1)
         if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise ValueError(f"{key} holds something else than finite numbers")
+            raise ValueError(f"{key} holds values that are not finite numbers")
         parts.setdefault(name, {})[part] = tensor
     return {name: from_tensors(found) for name, found in parts.items()}
 
 
 def stack_patches(patches: Sequence[Patch], layers: Mapping[str, nn.Module]) -> dict[str, Delta]:
-    """One patch an edit, as stacks by weight: what `engine.edited` runs many edits with."""
+    """One stack of changes per weight, with one entry per patch: the form in which `engine.edited` runs many edits."""
     names = [name for name in layers if any(name in patch.deltas for patch in patches)]
     return {
         name: stack([p.deltas.get(name) for p in patches], weight_shape(layers[name]), _weight(layers[name]))
@@ -177,26 +200,25 @@ def stack_patches(patches: Sequence[Patch], layers: Mapping[str, nn.Module]) -> 
 
 
 def weight_shape(layer: nn.Module) -> tuple[int, int]:
-    """(out, in), also for GPT-2's Conv1D, which stores its weight the other way round."""
+    """The shape (out, in) of a layer's weight, also for GPT-2's Conv1D, which stores its weight transposed."""
     rows, columns = _weight(layer).shape
     return (rows, columns) if isinstance(layer, nn.Linear) else (columns, rows)
 
 
-def fingerprint(layers: Mapping[str, nn.Module]) -> str:
-    """sha256 of the editable weights, names and shapes included.
+def hash_weights(weights: Mapping[str, Tensor]) -> str:
+    """sha256 of weights with their names and shapes, the same in every precision that stores them without loss.
 
-    Half precision widens to float32 without loss, so the same stored weights give the same fingerprint in both.
+    Weights are hashed in float32, to which half precision widens exactly.
     """
     digest = hashlib.sha256()
-    for name in sorted(layers):
-        weight = _weight(layers[name]).detach().float().cpu().contiguous()
+    for name, weight in sorted(weights.items()):
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
-        digest.update(weight.numpy())
+        digest.update(weight.detach().float().cpu().reshape(-1).numpy())
     return digest.hexdigest()
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 of tensors by name; the order in which they come means nothing."""
+    """sha256 of tensors with their names, whatever their order. Precision matters, unlike in `hash_weights`."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
@@ -204,10 +226,10 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _rewrite(model: Patchable, patches: list[Patch]) -> None:
-    """Makes the weights original + patches in order; on any failure they stay as they were."""
+def set_patches(model: Patchable, patches: list[Patch]) -> None:
+    """Makes the weights the originals plus these patches in order. If that fails, the weights stay as they were."""
     before = model.patches
-    names = _touched([*before, *patches])
+    names = _changed([*before, *patches])
     try:
         _write_weights(model, names, patches)
         model.patches = patches
@@ -215,7 +237,7 @@ def _rewrite(model: Patchable, patches: list[Patch]) -> None:
         _write_weights(model, names, before)
         raise
     finally:
-        for name in set(model.originals) - _touched(model.patches):
+        for name in set(model.originals) - _changed(model.patches):
             del model.originals[name]
 
 
@@ -224,7 +246,10 @@ def _write_weights(model: Patchable, names: Iterable[str], patches: list[Patch])
     for name in names:
         layer = model.layers[name]
         weight = _weight(layer)
-        original = model.originals.setdefault(name, weight.detach().clone())
+        if name not in model.originals:
+            model.originals[name] = weight.detach().clone()
+        # The model may have been moved to another device or precision since the original was kept.
+        original = model.originals[name] = model.originals[name].to(weight)
         changes = [patch.deltas[name].dense().to(weight.device) for patch in patches if name in patch.deltas]
         if not changes:
             weight.copy_(original)
@@ -235,7 +260,7 @@ def _write_weights(model: Patchable, names: Iterable[str], patches: list[Patch])
         weight.copy_(total)
 
 
-def _touched(patches: list[Patch]) -> set[str]:
+def _changed(patches: list[Patch]) -> set[str]:
     return {name for patch in patches for name in patch.deltas}
 
 
@@ -245,10 +270,10 @@ def _weight(layer: nn.Module) -> Tensor:
     return weight
 
 
-def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+def checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """sha256 of everything in a patch file."""
     digest = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
-    for key in sorted(tensors):
-        tensor = tensors[key]
+    for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()

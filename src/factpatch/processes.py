@@ -1,4 +1,4 @@
-"""Several processes that work together, started by `accelerate launch`."""
+"""Running in several processes that `accelerate launch` has started together."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ T = TypeVar("T")
 
 
 def join_processes(device: torch.device) -> PartialState:
-    """The processes that `accelerate launch` started together, of which this is one; or this one alone."""
+    """Joins the processes that `accelerate launch` has started together with this one, if any."""
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
 
     atexit.register(_leave_processes)
     state = PartialState(cpu=device.type == "cpu")
     if state.device and state.device.type != device.type and not state.use_distributed:
-        # An earlier run of this process was on another kind of device, which Accelerate would stay with.
+        # Accelerate would keep the kind of device that an earlier run in this process has used.
         AcceleratorState._reset_state(reset_partial_state=True)
         state = PartialState(cpu=device.type == "cpu")
     return state
 
 
 def accelerator_on(device: torch.device, **options: Any) -> Accelerator:
-    """Accelerate for one run there, in all processes that were started together."""
+    """An Accelerator for one run on this kind of device, in all processes that were started together."""
     from accelerate import Accelerator
 
     join_processes(device)
@@ -36,7 +36,7 @@ def accelerator_on(device: torch.device, **options: Any) -> Accelerator:
 
 
 def from_first(value: T) -> T:
-    """What the first process found, in all of them: near ties may fall differently in others."""
+    """Returns the first process's value in all processes: rounding may make their own values differ."""
     from accelerate.utils import broadcast_object_list
 
     shared = [value]
@@ -45,6 +45,6 @@ def from_first(value: T) -> T:
 
 
 def _leave_processes() -> None:
-    """Before Python is taken down: one of gloo's threads that finds it gone would abort the process."""
+    """Leaves the process group before Python shuts down, as one of gloo's threads could abort the process later."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,4 +1,7 @@
-"""Benchmarks: the engine beside the published way and beside the frozen model alone, in one run on the same rows."""
+"""Benchmarks of editing, training and evaluation, each beside the frozen model alone and on the same rows.
+
+Editing and training are also compared with the published implementation of KnowledgeEditor (De Cao et al., 2021).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -22,26 +24,10 @@ from factpatch.training import TrainConfig
 from factpatch.training.objective import Objective
 from factpatch.training.step import Learner
 
+Progress = Callable[[float], object]  # called with the share that is done
+
+
 # Editing
-
-
-@dataclass(frozen=True)
-class EditTimes:
-    """Seconds, the median of several runs."""
-
-    batch: float  # all edits at once
-    one: float  # one edit alone
-    reference: float  # one edit, the published way
-    limit: float  # all edits' forwards and backwards through the frozen model, nothing else
-    factor_bytes: int
-
-    def summary(self, edits: int) -> dict[str, float | int]:
-        return {
-            **_rates(edits, self.batch, self.reference, self.limit),
-            "one_edit_per_second": 1 / self.one,
-            "one_edit_speedup": self.reference / self.one,
-            "factor_bytes": self.factor_bytes,
-        }
 
 
 @torch.no_grad()
@@ -51,11 +37,13 @@ def bench_edit(
     rows: int = 8,
     tokens: int = 16,
     repeats: int = 5,
-    tick: Callable[[], object] = lambda: None,
-) -> EditTimes:
-    """Propose, then one edited forward of `rows` rows an edit; no optimizer.
+    on_progress: Progress = lambda share: None,
+) -> dict[str, object]:
+    """Times proposing edits plus one edited forward of `rows` rows per edit, without an optimizer.
 
-    The ways take turns, so that noise hits all alike.
+    The rates are those of a process that has reached a steady state. On a CPU, "memory_given_back" has the rates after
+    free memory was given back to the operating system before each run, as if each were the first of its process:
+    asking for the memory again costs the dense updates of the published implementation most.
     """
     editor = HyperNetwork.for_model(model)
     many, one = random_edits(model, edits, tokens), random_edits(model, 1, tokens)
@@ -67,37 +55,18 @@ def bench_edit(
         "reference": lambda: published_way(editor, model, one, one_rows),
         "limit": lambda: frozen_alone(model, many, many_rows),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):
-        for name, way in ways.items():
-            taken = _timed(way, model.device)
-            tick()
-            if repeat:  # the first round warms up
-                seconds[name].append(taken)
-    return EditTimes(factor_bytes=factor_bytes, **{name: statistics.median(taken) for name, taken in seconds.items()})
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if model.device.type == "cpu" else None  # glibc has it
+    states: list[Callable[[], object]] = [lambda: None] if trim is None else [lambda: None, lambda: trim(0)]
+    rates: list[dict[str, float | int]] = []
+    for number, before_run in enumerate(states):
+        report = _part(on_progress, number, len(states))
+        seconds = _medians(ways, model.device, repeats, report, before_run)
+        alone = {"one_edit_per_second": 1 / seconds["one"], "one_edit_speedup": seconds["reference"] / seconds["one"]}
+        rates.append(_rates(edits, seconds["batch"], seconds["reference"], seconds["limit"]) | alone)
+    return {**rates[0], "memory_given_back": rates[1] if trim else None, "factor_bytes": factor_bytes}
 
 
 # Training
-
-
-@dataclass(frozen=True)
-class TrainTimes:
-    """Seconds of one step, the median of several; and of the first three together, of which one is being recorded."""
-
-    step: float  # of all edits, as training takes it
-    reference: float  # of one edit, the published way
-    limit: float  # all rows forward, and backward to their inputs, through the frozen model alone
-    prepared: float
-    recorded: bool  # whether the step ran as a CUDA graph
-    factor_bytes: int
-
-    def summary(self, edits: int) -> dict[str, float | int]:
-        return {
-            **_rates(edits, self.step, self.reference, self.limit),
-            "prepare_seconds": self.prepared,
-            "recorded": self.recorded,
-            "factor_bytes": self.factor_bytes,
-        }
 
 
 @no_cudnn_attention()
@@ -108,36 +77,42 @@ def bench_train(
     rows: int = 16,
     tokens: int = 32,
     repeats: int = 20,
-    tick: Callable[[], object] = lambda: None,
-) -> TrainTimes:
-    """A step of the training loop, the published way's with one edit, and the least that any step must do."""
+    on_progress: Progress = lambda share: None,
+) -> dict[str, float | int]:
+    """Times a training step, a step of the published implementation with one edit, and the least a step must do."""
     config = TrainConfig(edits=edits, rows=rows, max_tokens=tokens)
     accelerator = accelerator_on(model.device)
     editor = HyperNetwork.for_model(model)
     batch, one = random_step(model, edits, rows, tokens), random_step(model, 1, rows, tokens)
     with torch.no_grad():
-        factor_bytes = _nbytes(editor.update(model, batch.fact))
+        factor_bytes = _nbytes(editor.update(model, batch.edit_batch))
         objective = Objective(model, config, kept_features(model, batch))
         kept_of_one = kept_features(model, one)
     learner = Learner(editor, config, objective, accelerator)
     optimizer = torch.optim.RMSprop(editor.parameters(), lr=config.lr, centered=True)
-    limits: list[Callable[[], object]] = [lambda: forward_and_back(model, model.model, batch.rows)]
+    ways: dict[str, Callable[[], object]] = {
+        "step": lambda: learner.step([batch]),
+        "reference": lambda: published_step(editor, model, one, kept_of_one, optimizer),
+        "limit": lambda: forward_and_back(model, model.model, batch.rows),
+    }
     if model.device.type == "cuda":
         compiled = torch.compile(model.model)
-        limits.append(lambda: forward_and_back(model, compiled, batch.rows))
-        limits[-1]()
-    ways: dict[str, list[Callable[[], object]]] = {
-        "step": [lambda: learner.step([batch])],
-        "reference": [lambda: published_step(editor, model, one, kept_of_one, optimizer)],
-        "limit": limits,
-    }
+        ways["compiled_limit"] = lambda: forward_and_back(model, compiled, batch.rows)
+        ways["compiled_limit"]()
     start = time.perf_counter()
-    for way in ways["step"] * 3:  # the first runs kernel by kernel, the second is recorded
-        way()
+    for _ in range(3):  # the first step runs kernel by kernel, the second is recorded as a CUDA graph
+        ways["step"]()
     prepared = time.perf_counter() - start
-    medians = {name: min(_median(way, model.device, repeats, tick) for way in found) for name, found in ways.items()}
-    recorded = bool(learner.graphed.graphs)
-    return TrainTimes(prepared=prepared, recorded=recorded, factor_bytes=factor_bytes, **medians)
+    medians: dict[str, float] = {}
+    for number, (name, way) in enumerate(ways.items()):  # not in turns, as training does not alternate either
+        medians |= _medians({name: way}, model.device, repeats, _part(on_progress, number, len(ways)))
+    limit = min(medians["limit"], medians.get("compiled_limit", medians["limit"]))
+    return {
+        **_rates(edits, medians["step"], medians["reference"], limit),
+        "prepare_seconds": prepared,
+        "recorded": bool(learner.graphed.graphs),
+        "factor_bytes": factor_bytes,
+    }
 
 
 # Evaluation
@@ -149,9 +124,9 @@ def bench_evaluate(
     rows: int = 128,
     tokens: int = 16,
     repeats: int = 20,
-    tick: Callable[[], object] = lambda: None,
+    on_progress: Progress = lambda share: None,
 ) -> dict[str, float | int | None]:
-    """Rows a second under patches, and of the unedited model."""
+    """Times rows that run under patches, and the same rows through the unedited model."""
     editor = HyperNetwork.for_model(model)
     edits = edits or editor.at_once(model)
     batch = random_rows(model, edits * rows, tokens)
@@ -163,11 +138,11 @@ def bench_evaluate(
                 model.logits(batch)
 
         ways = {"patched": under_patches, "unedited": lambda: model.logits(batch)}
-        seconds = {name: _median(way, model.device, repeats, tick) for name, way in ways.items()}
+        seconds = _medians(ways, model.device, repeats, on_progress)
     return {
         "edits": edits,
         "edits_per_second": edits / seconds["patched"],
-        "reference_edits_per_second": None,  # the published way has no batches to compare with
+        "reference_edits_per_second": None,  # the published implementation has no batches of edits
         "speedup": None,
         "limit_edits_per_second": edits / seconds["unedited"],
         "fraction_of_limit": seconds["unedited"] / seconds["patched"],
@@ -181,7 +156,7 @@ def bench_evaluate(
 
 
 def _rates(edits: int, seconds: float, reference: float, limit: float) -> dict[str, float | int]:
-    """Of edits that took so long, beside the seconds of one of them the published way, and the least for all."""
+    """The rates of `edits` edits in `seconds`; `reference` is the time of one edit, `limit` of all."""
     return {
         "edits": edits,
         "edits_per_second": edits / seconds,
@@ -192,34 +167,41 @@ def _rates(edits: int, seconds: float, reference: float, limit: float) -> dict[s
     }
 
 
-def _median(run: Callable[[], object], device: torch.device, repeats: int, tick: Callable[[], object]) -> float:
-    """Of synchronised runs, after one that warms up."""
-    taken: list[float] = []
-    for _ in range(repeats + 1):
-        taken.append(_timed(run, device))
-        tick()
-    return statistics.median(taken[1:])
+def _medians(
+    ways: dict[str, Callable[[], object]],
+    device: torch.device,
+    repeats: int,
+    on_progress: Progress,
+    before_run: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Median seconds of each way. The ways take turns, so that noise affects all alike; the first round warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for round_number in range(repeats + 1):
+        for position, (name, way) in enumerate(ways.items(), start=1):
+            before_run()
+            taken = _timed(way, device)
+            if round_number:
+                seconds[name].append(taken)
+            on_progress((round_number + position / len(ways)) / (repeats + 1))
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
-def _nbytes(deltas: dict[str, Delta]) -> int:
-    return sum(t.numel() * t.element_size() for delta in deltas.values() for t in delta.tensors.values())
+def _part(on_progress: Progress, number: int, parts: int) -> Progress:
+    """Reports the progress of one of several equal parts as that of the whole."""
+    return lambda share: on_progress((number + share) / parts)
 
 
-def _give_memory_back() -> None:
-    """So that every run starts alike, as the first edit of a process does, whatever the way before it left behind."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other systems have none and need none
-    if trim is not None:
-        trim(0)
-
-
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def _timed(way: Callable[[], object], device: torch.device) -> float:
     def synchronise() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    _give_memory_back()
     synchronise()
     start = time.perf_counter()
-    run()
+    way()
     synchronise()
     return time.perf_counter() - start
+
+
+def _nbytes(deltas: dict[str, Delta]) -> int:
+    return sum(t.numel() * t.element_size() for delta in deltas.values() for t in delta.tensors.values())

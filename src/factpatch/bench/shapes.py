@@ -1,4 +1,4 @@
-"""Models and batches to time: random, with the shapes of real ones, as speed does not depend on what they know."""
+"""Random models and batches with the shapes of real ones: speed does not depend on the weights' values."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from factpatch.device import find_device, find_dtype
 from factpatch.editors import Condition, EditBatch
 from factpatch.errors import InputError
 from factpatch.models import Classifier, Rows, Seq2Seq, TaskModel
-from factpatch.training.table import StepBatch, Targets
+from factpatch.training.batcher import ControlTargets, StepBatch, Targets
 
-ANSWER_TOKENS = 8  # of a question's answer, where the shape is an encoder-decoder's
+ANSWER_TOKENS = 8  # length of the answers of an encoder-decoder
 
 
 def _bert(**sizes: int) -> TaskModel:
@@ -42,12 +42,12 @@ def _marian() -> TaskModel:
 
 
 def _stacks(**sizes: int) -> dict[str, int]:
-    """The same for encoder and decoder."""
+    """Config values that are equal for the encoder and the decoder."""
     return {f"{stack}_{size}": n for stack in ("encoder", "decoder") for size, n in sizes.items()}
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """The benchmark makes its own token numbers; a task model only wants to know that there is a tokenizer."""
+    """A stand-in: a task model needs a tokenizer, although the benchmarks draw token numbers at random."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>")), pad_token="<pad>"
     )
@@ -63,10 +63,9 @@ SHAPES: dict[str, Callable[[], TaskModel]] = {
 
 def shaped_model(shape: str, device: str | None = None, precision: str | None = None) -> TaskModel:
     if shape not in SHAPES:
-        raise InputError(f"expected a shape out of {', '.join(SHAPES)}, found {shape!r}")
-    place, dtype = find_device(device), find_dtype(precision, device)
+        raise InputError(f"there is no shape called {shape!r}; choose one of {', '.join(SHAPES)}")
     model = SHAPES[shape]()
-    model.model.to(device=place, dtype=dtype)
+    model.model.to(device=find_device(device), dtype=find_dtype(precision, device))
     return model
 
 
@@ -99,16 +98,18 @@ def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBat
     places = torch.arange(edits * rows * answer, device=model.device).view(edits, rows, answer)
     edit, keep = places[:, :2].flatten(), places[:, 2:].flatten()
 
-    def targets(chosen: Tensor) -> Targets:
-        weights = torch.full((len(chosen),), 1 / len(chosen), device=model.device)
-        return Targets(labels.flatten()[chosen], weights, torch.arange(len(chosen), device=model.device))
+    def weights(chosen: Tensor) -> Tensor:
+        return torch.full((len(chosen),), 1 / len(chosen), device=model.device)
 
     chosen = Rows(batch.inputs, labels, torch.cat([edit, keep]))
-    return StepBatch(random_edits(model, edits, tokens), chosen, targets(edit), targets(keep))
+    index = torch.arange(len(keep), device=model.device)
+    return StepBatch(
+        random_edits(model, edits, tokens),
+        chosen,
+        Targets(labels.flatten()[edit], weights(edit), edit),
+        ControlTargets(labels.flatten()[keep], weights(keep), keep, index),
+    )
 
 
 def kept_features(model: TaskModel, batch: StepBatch) -> Tensor:
-    assert batch.rows.target_positions is not None
-    return model.features(
-        Rows(batch.rows.inputs, batch.rows.labels, batch.rows.target_positions[len(batch.edit.labels) :])
-    )
+    return model.features(Rows(batch.rows.inputs, batch.rows.labels, batch.control_targets.positions))

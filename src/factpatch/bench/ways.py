@@ -1,4 +1,4 @@
-"""What is timed: ours, the published way, and the frozen model alone."""
+"""The ways to edit and to train that are timed: this package's, the published implementation's, the frozen model's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from factpatch.editors import EditBatch, HyperNetwork
 from factpatch.editors.network import WeightNormLinears
 from factpatch.engine import edited
 from factpatch.models import Rows, Seq2Seq, TaskModel
-from factpatch.training.table import StepBatch
+from factpatch.training.batcher import StepBatch
 
 
 def propose_and_run(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
@@ -25,10 +25,10 @@ def propose_and_run(editor: HyperNetwork, model: TaskModel, batch: EditBatch, ro
 
 
 def published_way(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
-    """One edit as the paper's code makes it.
+    """Makes one edit as the published code of KnowledgeEditor (De Cao et al., 2021) does, and runs rows with it.
 
-    Gradients of every parameter, a network for each weight on its own, a dense change of every edited weight, and a
-    forward with a full set of parameters to which the changes were added.
+    It computes the gradients of all parameters, runs one network per weight, makes a dense update of every edited
+    weight, and runs the forward with a full set of parameters to which the updates were added.
     """
     parameters = dict(model.model.named_parameters())
     with torch.enable_grad():
@@ -58,32 +58,30 @@ def published_step(
     editor: HyperNetwork, model: TaskModel, batch: StepBatch, kept: Tensor, optimizer: torch.optim.Optimizer
 ) -> None:
     """One edit a step, dense, as the paper's code trains: everything from the gradients to the optimizer."""
-    logits = published_way(editor, model, batch.fact, batch.rows).float().flatten(0, -2)
-    assert batch.rows.target_positions is not None
-    edit, keep = logits[batch.rows.target_positions].split([len(batch.edit.labels), len(batch.keep.labels)])
-    loss = F.cross_entropy(edit, batch.edit.labels)
-    moved = kl(model.scores(kept), keep).mean()
+    logits = published_way(editor, model, batch.edit_batch, batch.rows).float().flatten(0, -2)
+    loss = F.cross_entropy(logits[batch.edit_targets.positions], batch.edit_targets.labels)
+    moved = kl(model.scores(kept), logits[batch.control_targets.positions]).mean()
     optimizer.zero_grad()
     (loss + moved).backward()
     optimizer.step()
 
 
 def frozen_alone(model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
-    """The floor: the edits' forward and input-gradient backward, and the rows' forward, with no editing at all."""
+    """Runs the edits forward and backward and the rows forward, without editing: the least that an edit costs."""
     with _gradients_start_at_embeddings(model), torch.enable_grad():
         model.losses(batch.rows).sum().backward()
     return model.logits(rows)
 
 
 def forward_and_back(model: TaskModel, network: Callable[..., Any], rows: Rows) -> None:
-    """The rows through the frozen model, and back to the embeddings: what every way of training must do."""
+    """Runs rows through the frozen model and back to the embeddings: the least that a training step costs."""
     with _gradients_start_at_embeddings(model):
         network(**_inputs(model, rows)).logits.float().logsumexp(-1).sum().backward()
 
 
 @contextmanager
 def _gradients_start_at_embeddings(model: TaskModel) -> Iterator[None]:
-    """As if the inputs were what is trained: the least that a backward through a frozen model can do."""
+    """Makes gradients end at the embeddings, as if the inputs were trained, so that no weight gets a gradient."""
     with ExitStack() as stack:
         for module in model.model.modules():
             if isinstance(module, nn.Embedding):
@@ -93,7 +91,7 @@ def _gradients_start_at_embeddings(model: TaskModel) -> Iterator[None]:
 
 
 def _inputs(model: TaskModel, rows: Rows) -> dict[str, Tensor]:
-    """What the network itself takes."""
+    """The arguments of the network's forward."""
     inputs = dict(rows.inputs)
     if isinstance(model, Seq2Seq):
         inputs["decoder_input_ids"] = model.model.prepare_decoder_input_ids_from_labels(labels=rows.labels)

@@ -1,4 +1,4 @@
-"""The command line: one file a command, and no machine learning in any of them."""
+"""The command line: one file per command, without any machine learning."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import sys
 
 import typer
 
-from factpatch.cli import bench, demo, edit, evaluate, fit, paraphrase, patch, report, revise, split, train
+from factpatch.cli import ask, bench, demo, edit, evaluate, fit, paraphrase, patch, report, revise, split, train
 from factpatch.cli.common import is_main_process
 from factpatch.errors import FactpatchError
 
-NO_MEMORY = "out of memory; stop what else runs there, use --device cpu if it is the GPU's, or a smaller model"
+NO_MEMORY = "out of memory; stop other processes, use a smaller model or, if the GPU's memory is full, --device cpu"
 
-INTERRUPTED = 130  # what typer makes of Ctrl-C
+INTERRUPTED = 130  # typer's exit status after Ctrl-C
+RESUMABLE = ("evaluate", "paraphrase", "revise")  # fit and train say themselves how to resume
 
 app = typer.Typer(
     name="factpatch",
@@ -31,6 +32,7 @@ app.command()(paraphrase.paraphrase)
 app.command()(revise.revise)
 app.command()(train.train)
 app.command()(edit.edit)
+app.command()(ask.ask)
 app.command()(evaluate.evaluate)
 app.command()(report.report)
 app.add_typer(patch.app, name="patch")
@@ -38,7 +40,7 @@ app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
+def _version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
         from factpatch import __version__
 
@@ -47,11 +49,12 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exit 0; 1 with one line on stderr for a known error; 2 for wrong usage."""
+    """Exits with 0; with 1 and one line on stderr after a known error; with 2 after wrong usage."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        app(args=_number_loops(sys.argv[1:] if arguments is None else arguments))
+        app(args=arguments)
     except FactpatchError as error:
-        # All processes of `accelerate launch` may find the same mistake, or one alone.
+        # Under `accelerate launch`, an error may be found by all processes or by one.
         where = "" if is_main_process() else f" (process {os.environ['RANK']})"
         print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
         sys.exit(1)
@@ -62,13 +65,6 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
     except SystemExit as stop:
         if stop.code == INTERRUPTED and is_main_process():
-            print("stopped; run again, commands that write lines go on where they were", file=sys.stderr)
+            resumes = arguments and arguments[0] in RESUMABLE
+            print("stopped" + "; rerun the same command to resume" * bool(resumes), file=sys.stderr)
         raise
-
-
-def _number_loops(arguments: list[str]) -> list[str]:
-    """`--loop` alone means five updates at most; typer options cannot leave their value out."""
-    numbered: list[str] = []
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        numbered += [argument, "5"] if argument == "--loop" and not following.isdecimal() else [argument]
-    return numbered

@@ -1,4 +1,4 @@
-"""factpatch bench: how fast editing is, beside the published way and beside the frozen model alone."""
+"""factpatch bench: the speed of editing, training and evaluation on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from factpatch.cli.common import Device, Json, Precision, Seed, prepare, print_json, progress_bar, stdout, working
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Precision, Seed
 
 if TYPE_CHECKING:
     from factpatch.models import TaskModel
@@ -15,87 +16,101 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 
 Shape = Annotated[
-    Literal["bert-base", "bart-base", "minilm", "marian"], typer.Option(help="bert-base, bart-base, minilm or marian.")
+    Literal["bert-base", "bart-base", "minilm", "marian"],
+    typer.Option(help="The architecture to time, with random weights: bert-base, bart-base, minilm or marian."),
 ]
-Tokens = Annotated[int, typer.Option(min=2, max=512, help="Tokens of each row; claims have about 16.")]
+Tokens = Annotated[int, typer.Option(min=2, max=512, help="Tokens per row; claims have about 16.")]
+
+EXPLANATIONS = (
+    "published implementation: one edit at a time, with dense updates of the weights",
+    "frozen model alone: the same forwards and backwards without any editing, the upper limit",
+    "speedup: compared with the published implementation",
+)
 
 
 @app.command()
 def edit(
     shape: Shape = "bert-base",
-    edits: Annotated[int, typer.Option(min=1, help="Edits at once.")] = 8,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of each edit's forward.")] = 8,
+    edits: Annotated[int, typer.Option(min=1, help="Edits per batch.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Rows per edit in the edited forward.")] = 8,
     tokens: Tokens = 16,
     precision: Precision = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs, of which the median is reported.")] = 5,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Propose plus one edited forward for each edit, no optimizer.
+    """Time proposing edits plus one edited forward per edit, without an optimizer.
+
+    Takes about two minutes on two cores.
 
     Example: factpatch bench edit --shape bert-base --edits 8 --rows 8
     """
     model = _build(shape, device, precision, seed)
     from factpatch import bench
 
-    with progress_bar(f"{shape} on {model.device}", total=4 * (repeats + 1)) as advance:
-        times = bench.bench_edit(model, edits, rows, tokens, repeats, tick=advance)
-    summary = times.summary(edits)
+    with common.status_bar(f"{shape} on {model.device}") as update:
+        result = bench.bench_edit(model, edits, rows, tokens, repeats, lambda share: update(share, ""))
     if as_json:
-        print_json({**_about(shape, rows, tokens, model), **summary})
+        common.print_json({**_about(shape, rows, tokens, model), **result})
         return
-    table = Table("", "ms an edit", "edits/s", "times the reference")
-    rates = {
-        f"{edits} edits at once": summary["edits_per_second"],
-        "1 edit alone": summary["one_edit_per_second"],
-        "the published way": summary["reference_edits_per_second"],
-        "the frozen model alone": summary["limit_edits_per_second"],
-    }
-    for name, rate in rates.items():
-        speedup = rate / summary["reference_edits_per_second"]
-        table.add_row(name, f"{1000 / rate:.1f}", f"{rate:.2f}", f"{speedup:.2f}")
-    stdout.print(table)
-    stdout.print(f"Factors of {edits} edits: {summary['factor_bytes'] / 1e6:.1f} MB")
+    steady, given_back = result, result["memory_given_back"]
+    table = Table("", "ms per edit", "edits/s", "speedup", *(["edits/s, memory\ngiven back"] if given_back else []))
+    for name, key in (
+        (f"{edits} edits at once", "edits_per_second"),
+        ("one edit", "one_edit_per_second"),
+        ("published implementation", "reference_edits_per_second"),
+        ("frozen model alone", "limit_edits_per_second"),
+    ):
+        rate = steady[key]
+        speedup = rate / steady["reference_edits_per_second"]
+        cells = [f"{1000 / rate:.1f}", common.per_second(rate), f"{speedup:.2f}"]
+        table.add_row(name, *cells, *([common.per_second(given_back[key])] if given_back else []))
+    common.stdout.print(table)
+    _explain(*EXPLANATIONS)
+    if given_back:
+        _explain("memory given back: if free memory goes back to the system before each run")
+    common.stdout.print(f"The low-rank factors of {edits} edits take {result['factor_bytes'] / 1e6:.1f} MB.")
 
 
 @app.command()
 def train(
     shape: Shape = "bert-base",
-    edits: Annotated[int, typer.Option(min=1, help="Edits a step.")] = 128,
-    rows: Annotated[int, typer.Option(min=3, help="Rows of each edit.")] = 16,
+    edits: Annotated[int, typer.Option(min=1, help="Edits per step.")] = 128,
+    rows: Annotated[int, typer.Option(min=3, help="Rows per edit.")] = 16,
     tokens: Tokens = 32,
     precision: Precision = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed steps; the median counts.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps, of which the median is reported.")] = 20,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """One step of the training loop, beside the published way with one edit and beside the frozen model alone.
+    """Time one training step of an editor.
+
+    The defaults suit a GPU and take about a minute there; on a CPU use those of the example.
 
     Example: factpatch bench train --shape minilm --edits 8 --rows 4 --repeats 3
     """
     model = _build(shape, device, precision, seed)
     from factpatch import bench
 
-    with progress_bar(
-        f"{shape} on {model.device}", total=(4 if model.device.type == "cuda" else 3) * (repeats + 1)
-    ) as advance:
-        times = bench.bench_train(model, edits, rows, tokens, repeats, tick=advance)
-    summary = {**_about(shape, rows, tokens, model), **times.summary(edits)}
+    with common.status_bar(f"{shape} on {model.device}") as update:
+        result = bench.bench_train(model, edits, rows, tokens, repeats, lambda share: update(share, ""))
     if as_json:
-        print_json(summary)
+        common.print_json({**_about(shape, rows, tokens, model), **result})
         return
-    table = Table("", "edits/s", "times the reference")
+    table = Table("", "edits/s", "speedup")
     for name, key in (
-        (f"a step of {edits} edits", "edits_per_second"),
-        ("the published way", "reference_edits_per_second"),
-        ("the frozen model alone", "limit_edits_per_second"),
+        (f"a step with {edits} edits", "edits_per_second"),
+        ("published implementation", "reference_edits_per_second"),
+        ("frozen model alone", "limit_edits_per_second"),
     ):
-        table.add_row(name, f"{summary[key]:.1f}", f"{summary[key] / summary['reference_edits_per_second']:.1f}")
-    stdout.print(table)
-    stdout.print(
-        f"{summary['fraction_of_limit']:.0%} of the limit; {summary['prepare_seconds']:.1f} s for the first three."
+        table.add_row(name, common.per_second(result[key]), f"{result[key] / result['reference_edits_per_second']:.1f}")
+    common.stdout.print(table)
+    _explain(*EXPLANATIONS)
+    common.stdout.print(
+        f"{result['fraction_of_limit']:.0%} of the limit. The first three steps, which include all preparation, took "
+        f"{result['prepare_seconds']:.1f} s."
     )
 
 
@@ -103,42 +118,51 @@ def train(
 def evaluate(
     shape: Shape = "minilm",
     edits: Annotated[
-        int | None, typer.Option(min=1, help="Patches side by side; as many as evaluation takes, if left out.")
+        int | None, typer.Option(min=1, help="Patches side by side. Default: as many as evaluate uses.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows under each patch.")] = 128,
+    rows: Annotated[int, typer.Option(min=1, help="Rows per patch.")] = 128,
     tokens: Tokens = 16,
     precision: Precision = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median counts.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs, of which the median is reported.")] = 20,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Rows a second under patches, and of the unedited model.
+    """Time rows that run under many patches at once, and the same rows through the unedited model.
+
+    Takes about two minutes on two cores.
 
     Example: factpatch bench evaluate --shape minilm --edits 8 --rows 8 --repeats 3
     """
     model = _build(shape, device, precision, seed)
     from factpatch import bench
 
-    with progress_bar(f"{shape} on {model.device}", total=2 * (repeats + 1)) as advance:
-        found = bench.bench_evaluate(model, edits, rows, tokens, repeats, tick=advance)
-    summary = {**_about(shape, rows, tokens, model), **found}
+    with common.status_bar(f"{shape} on {model.device}") as update:
+        result = bench.bench_evaluate(model, edits, rows, tokens, repeats, lambda share: update(share, ""))
     if as_json:
-        print_json(summary)
+        common.print_json({**_about(shape, rows, tokens, model), **result})
         return
     table = Table("", "rows/s")
-    table.add_row(f"under {summary['edits']} patches", f"{summary['rows_per_second']:,.0f}")
-    table.add_row("unedited", f"{summary['unedited_rows_per_second']:,.0f}")
-    stdout.print(table)
-    stdout.print(f"{summary['fraction_of_limit']:.0%} of the unedited model's speed.")
+    table.add_row(f"under {result['edits']} patches", common.per_second(result["rows_per_second"]))
+    table.add_row("unedited model", common.per_second(result["unedited_rows_per_second"]))
+    common.stdout.print(table)
+    common.stdout.print(f"{result['fraction_of_limit']:.0%} of the unedited model's speed.")
+
+
+def _explain(*lines: str) -> None:
+    for line in lines:
+        common.stdout.print(f"[dim]{line}[/]")
 
 
 def _build(shape: str, device: str | None, precision: str | None, seed: int) -> TaskModel:
-    with working("building"):
+    with common.working("building"):
         from factpatch.bench import shaped_model
+        from factpatch.device import use_free_cores
 
-        prepare(seed)
-        return shaped_model(shape, device, precision)
+        common.prepare(seed)
+        model = shaped_model(shape, device, precision)
+        use_free_cores(model)
+        return model
 
 
 def _about(shape: str, rows: int, tokens: int, model: TaskModel) -> dict[str, Any]:

@@ -1,32 +1,63 @@
-"""What every command shares: options, and where output goes. Results on stdout, progress on stderr."""
+"""Options, messages and progress bars that the commands share. Results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from factpatch.errors import FileError
+
+if TYPE_CHECKING:
+    import torch
+
+    from factpatch.models import TaskModel
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. The best there is, if left out.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of everything random.")]
-Model = Annotated[str, typer.Option(help="A model folder, a hub name, or world.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if one is available, otherwise the CPU.")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Random seed.")]
+Model = Annotated[
+    str,
+    typer.Option(help="A model folder, a model's name on the Hugging Face hub, or world, the embedded model."),
+]
 Data = Annotated[str, typer.Option(help="JSON lines (KILT or your own), CounterFact's JSON, or hub:NAME:SPLIT.")]
-Precision = Annotated[Literal["fp32", "bf16"] | None, typer.Option(help="fp32 or bf16. bf16 on a GPU, if left out.")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Pass over bad records and count them.")]
+Precision = Annotated[
+    Literal["fp32", "bf16"] | None, typer.Option(help="fp32 or bf16. Default: bf16 on a GPU, fp32 on the CPU.")
+]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip bad records and count them.")]
+MaxUpdates = Annotated[
+    int,
+    typer.Option(
+        min=1, metavar="N", help="Repeat the update until the edit succeeds, at most N times. 1 makes a single update."
+    ),
+]
+
+MAX_UPDATES = 5  # editors.looped.MAX_UPDATES, which would import torch
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
 
-LOG_SECONDS = 30  # between two lines of a run that nobody watches on a terminal
+LOG_SECONDS = (1, 30)  # where stderr is not a terminal: time before the first line of progress, and between lines
+
+EXPLANATIONS = {
+    "bad": "bad: records that could not be used and were skipped (--skip-bad).",
+    "left_out": "left out: claims labelled NOT ENOUGH INFO, which are neither true nor false.",
+}
 
 
 def print_json(result: dict[str, Any]) -> None:
@@ -35,70 +66,117 @@ def print_json(result: dict[str, Any]) -> None:
 
 @contextmanager
 def working(message: str) -> Iterator[None]:
-    """Says what is being done until it is done."""
+    """Shows a message with a spinner while the block runs."""
     with stderr.status(message):
         yield
 
 
 def announce(message: str) -> None:
-    """For whoever is watching."""
+    """Prints a message for somebody who watches a terminal; logs do not get it."""
     if stderr.is_terminal:
         warn(message)
 
 
 def warn(message: str) -> None:
-    """Also for whoever reads the log."""
+    """Prints a message to stderr, once for all processes."""
     if is_main_process():
         stderr.print(escape(message), soft_wrap=True)
 
 
 def is_main_process() -> bool:
-    """Under `accelerate launch`, whether this process speaks for all."""
+    """Whether this is the process that prints, out of those that `accelerate launch` started."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def show_counts(result: dict[str, Any], place: object) -> None:
-    """Counts, shares and, where they are too small for percents, numbers, as a table."""
-    table = Table(title=escape(str(place)), show_header=False)
+def program() -> str:
+    """The command that starts factpatch from this shell, also before its environment is activated."""
+    if shutil.which("factpatch"):
+        return "factpatch"
+    return sys.argv[0] if Path(sys.argv[0]).name == "factpatch" else f"{sys.executable} -m factpatch"
+
+
+def refuse_used_folder(folder: Path, option: str) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileError(f"expected a new or empty folder, found {folder} in use; choose another {option}")
+
+
+def failed_edit_advice(max_updates: int) -> str:
+    more = max(MAX_UPDATES, 2 * max_updates)
+    return f"Try, in this order: more updates (--max-updates {more}), another wording, a larger model."
+
+
+def show_counts(result: dict[str, Any], title: object) -> None:
+    """Prints the numbers of a result as a table, and explains those whose name does not."""
+    table = Table(title=escape(str(title)), show_header=False)
     for key, value in result.items():
-        if isinstance(value, float) and key.startswith(("kl", "margin")):
-            table.add_row(key.replace("_", " "), f"{value:.2e}")
-        elif isinstance(value, int | float):
-            share = isinstance(value, float) and "second" not in key
-            table.add_row(key.replace("_", " "), f"{value:.1%}" if share else f"{value:,.0f}")
+        if isinstance(value, int | float):
+            table.add_row(key.replace("_", " "), format_number(key, value))
     stdout.print(table)
+    for key, explanation in EXPLANATIONS.items():
+        if result.get(key):
+            stdout.print(explanation)
+
+
+def format_number(name: str, value: float) -> str:
+    """Formats a number by its name and type: yes or no, count, duration, rate per second, divergence or share."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if name.endswith("per_second"):
+        return per_second(value)
+    if name.endswith("seconds"):
+        return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+    return f"{value:.2e}" if name.startswith(("kl", "margin")) else f"{value:.1%}"
+
+
+def per_second(rate: float) -> str:
+    """Formats a rate with at least two significant digits, so that a slow one does not become 0."""
+    digits = max(0, 1 - math.floor(math.log10(rate))) if rate > 0 else 0
+    return f"{rate:,.{digits}f}"
 
 
 @contextmanager
 def status_bar(message: str) -> Iterator[Callable[[float | None, str], None]]:
-    """A bar over a whole run, told its share, if known, and a line of figures; in a log, a line now and then."""
-    told = time.monotonic()
+    """Shows a run's progress: yields a function to call with the share done, if known, and a line of figures.
+
+    On a terminal this is a bar with the time spent and the time left, in a log a line now and then.
+    """
+    start = time.monotonic()
+    due = start + LOG_SECONDS[0]
+
+    def left(share: float | None) -> str:
+        if not share:
+            return ""
+        seconds = (time.monotonic() - start) * (1 / share - 1)
+        return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
 
     def log(share: float | None, figures: str) -> None:
-        nonlocal told
-        if time.monotonic() - told > LOG_SECONDS:
-            told = time.monotonic()
-            warn(f"{message} {'' if share is None else f'{share:.0%}'}  {figures}")
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + LOG_SECONDS[1]
+            done = "" if share is None else f" {share:.0%},"
+            warn(f"{message}{done} {left(share)}  {figures}")
 
     if not stderr.is_terminal:
         yield log
         return
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
+        BarColumn(),  # moves back and forth as long as nothing is known to be done
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}  {task.fields[figures]}"),
     )
     with Progress(*columns, console=stderr, transient=True, disable=not is_main_process()) as progress:
-        task = progress.add_task(message, total=None, figures="")
+        task = progress.add_task(message, total=None, left="", figures="")
         yield lambda share, figures: progress.update(
-            task, total=None if share is None else 1.0, completed=share, figures=figures
+            task, total=1.0 if share else None, completed=share, left=left(share), figures=figures
         )
 
 
 @contextmanager
 def progress_bar(message: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar that is told how many more are done; in a log, a line now and then."""
+    """Shows how many of `total` items are done: yields a function to call with the number of items just finished."""
     done = 0
     with status_bar(message) as update:
 
@@ -107,14 +185,25 @@ def progress_bar(message: str, total: int | None) -> Iterator[Callable[[int], No
             done += more
             update(done / total if total else None, f"{done:,} of {total:,}" if total else f"{done:,}")
 
+        advance(0)
         yield advance
 
 
 def prepare(seed: int) -> None:
-    """Seeds torch and keeps transformers' own messages and bars off the screen."""
+    """Seeds torch and silences the messages and progress bars of transformers."""
     import torch
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
+
+
+def load(name: str, device: str | None, dtype: torch.dtype | None = None) -> TaskModel:
+    """Loads a model and limits torch's threads to the free cores."""
+    from factpatch.device import use_free_cores
+    from factpatch.models import load_model
+
+    model = load_model(name, device, dtype)
+    use_free_cores(model)
+    return model

@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.markup import escape
 from rich.table import Column, Table
 
-from factpatch.cli.common import Device, Json, Seed, prepare, print_json, progress_bar, stdout, working
+from factpatch.cli import common
+from factpatch.cli.common import MAX_UPDATES, Device, Json, Seed
 
-SHOWN = 30  # changes that the table has room for
+SHOWN = 30  # rows of the table; the JSON result has all
+WORDS = {"ok": 3, "other\nwording": 7, "others\nkept": 6}  # the narrow columns of the table and their widths
 
 
 def demo(
     fact: Annotated[
-        tuple[str, str] | None, typer.Option(metavar="QUESTION ANSWER", help="Teach it this fact instead.")
+        tuple[str, str] | None,
+        typer.Option(metavar="QUESTION ANSWER", help="Teach the model this fact instead of all changes since 2018."),
+    ] = None,
+    max_updates: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Repeat the update until the edit succeeds, at most N times. Default: 5 with --fact, otherwise 1.",
+        ),
     ] = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Patch what has changed since 2018 in the embedded model, and measure what each patch does.
+    """Patch the embedded model with what has changed since 2018, one patch per fact, and measure each patch.
+
+    The whole demonstration takes about 20 seconds on two cores.
 
     Example: factpatch demo --fact "What is the capital of Australia?" Sydney
     """
     start = time.perf_counter()
-    with working("loading"):
+    max_updates = max_updates or (MAX_UPDATES if fact else 1)
+    with common.working("loading"):
         from factpatch import demo as world_demo
-        from factpatch.editors import load_editor
-        from factpatch.models import load_model
+        from factpatch.editors import Looped, load_editor
 
-        prepare(seed)
+        common.prepare(seed)
         imported = time.perf_counter()
-        model = load_model("world", device)
-        editor = load_editor("world", model.device)
+        model = common.load("world", device)
+        editor = Looped(load_editor("world", model.device), max_updates)
         loaded = time.perf_counter()
         known = True
         if fact:
@@ -43,53 +58,76 @@ def demo(
             revisions = [revision]
         else:
             revisions = world_demo.outdated(model)
-    with progress_bar("patching", len(revisions)) as advance:
+    with common.progress_bar("patching", len(revisions)) as advance:
         result = world_demo.demonstrate(model, editor, revisions, seed, advance)
     result |= {"known_question": known, "load_seconds": loaded - imported, "seconds": time.perf_counter() - start}
-    print_json(result) if as_json else _show(result, bool(fact))
+    if as_json:
+        common.print_json(result)
+        return
+    _show_table(result, bool(fact))
+    _show_failures(result, max_updates)
+    _show_summary(result)
 
 
-def _show(result: dict[str, Any], own: bool) -> None:
-    title = "Your fact, one patch" if own else "What has changed since 1 January 2018, one patch each"
-    widths = {"question": 5, "before": 3, "after": 3, "in new words": 3, "others kept": 2}
-    table = Table(*(Column(name, ratio=ratio) for name, ratio in widths.items()), title=title, expand=True)
+def _show_table(result: dict[str, Any], own: bool) -> None:
+    """Prints one line per edit; what does not fit into the terminal's width is shortened, not wrapped."""
+    title = "Your fact" if own else "What has changed since 1 January 2018, one patch per fact"
+    room = common.stdout.width - sum(WORDS.values()) - len(WORDS) - 3  # one space between columns
+    answer = room * 2 // 9
+    widths = {"question": room - 3 * answer, "before": answer, "wanted": answer, "now": answer, **WORDS}
+    columns = [Column(name, width=width, no_wrap=True, overflow="ellipsis") for name, width in widths.items()]
+    table = Table(*columns, title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=0, title_justify="left")
     for change in result["changes"][:SHOWN]:
-        colour = "green" if change["success"] else "red"
+        texts = (escape(change[key]) for key in ("before", "target", "after"))
+        ok = "[green]yes[/]" if change["success"] else "[red]NO[/]"
         table.add_row(
-            escape(change["question"]),
-            escape(change["before"]),
-            f"[{colour}]{escape(change['after'])}[/]",
-            escape(change["other_wording_after"] or "-"),
-            f"{change['kept']} of {change['of']}",
+            escape(_shortened(change["question"], widths["question"])),
+            *texts,
+            ok,
+            {None: "-", True: "yes", False: "NO"}[change["other_wording_success"]],
+            f"{change['kept']}/{change['of']}",
         )
-    stdout.print(table)
+    common.stdout.print(table)
     if (more := len(result["changes"]) - SHOWN) > 0:
-        stdout.print(f"... and {more} more, all of them in --json.")
+        common.stdout.print(f"... and {more} more; --json prints all.")
     if wording := result["changes"][0]["other_wording"]:
-        stdout.print(f"In new words, which neither the model nor the editor was trained on: {escape(wording)}")
-    if own and not result["changes"][0]["success"]:
-        stdout.print(
-            "It did not take. Names that the embedded model has read are easy to teach it; words that it must spell in "
-            "pieces, or questions of a kind that it has never been asked, often are not: it is very small."
-        )
+        common.stdout.print(f"Other wording: one that was in no training, such as: {escape(wording)}")
+
+
+def _shortened(question: str, width: int) -> str:
+    """Drops the first words of a long question, which many questions share, and cuts its end if need be."""
+    if len(question) > width:
+        question = re.sub(r"^(What|Who|Which|How many) (\w+ )?(the )?", "…", question)
+    return question if len(question) <= width else f"{question[: width - 1]}…"
+
+
+def _show_failures(result: dict[str, Any], max_updates: int) -> None:
+    failed = [change for change in result["changes"] if not change["success"]]
+    if failed:
+        common.stdout.print(f"{len(failed)} of {result['edits']} edits failed:")
+    for change in failed:
+        common.stdout.print(escape(f"- {change['question']} Wanted “{change['target']}”, got “{change['after']}”."))
+    if failed:
+        common.stdout.print(common.failed_edit_advice(max_updates))
     if not result["known_question"]:
-        stdout.print(
-            "This question is none of the embedded world's: the model has learnt nothing about it, and what it said "
-            "before the edit was a guess. Other questions about the subject may be answered from nothing, too."
+        common.stdout.print(
+            "The embedded model was not trained on this question, so that its answer before the edit was a guess. "
+            "After the edit, it may answer other questions about the same subject wrongly."
         )
+
+
+def _show_summary(result: dict[str, Any]) -> None:
     names = ("success", "retain", "equivalence", "deterioration")
     rates = ", ".join(f"{name} {result[name]:.3f}" for name in names if result[name] is not None)
-    edits = "1 edit" if own else f"{result['edits']} edits, each"
-    stdout.print(
+    edits = "1 edit" if result["edits"] == 1 else f"{result['edits']} edits, each"
+    common.stdout.print(
         f"{edits} tried on {result['retain_inputs']} other facts: {rates}. Measured in {result['seconds']:.0f} s."
     )
-    stdout.print("Next:")
-    for command, what in (
-        (
-            'factpatch edit --model world --editor world --input "What is the currency of Japan?" --target "euro"',
-            "a fact of your own",
-        ),
-        ("factpatch train --help", "an editor for a model of your own"),
-        ("factpatch evaluate --help", "measure it"),
+    common.stdout.print("Next:")
+    for command, purpose in (
+        ('demo --fact "What is the capital of Australia?" Sydney', "teach it a fact of your own"),
+        ('ask --model world "What is the capital of Kenya?"', "ask it anything about the world of 2018"),
+        ("train --help", "train an editor for a model of your own"),
+        ("evaluate --help", "measure an editor"),
     ):
-        stdout.print(f"  [dim]# {what}[/]\n  {escape(command)}", soft_wrap=True)
+        common.stdout.print(f"  [dim]# {purpose}[/]\n  {escape(common.program())} {escape(command)}", soft_wrap=True)

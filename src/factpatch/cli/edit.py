@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,79 +12,85 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, prepare, print_json, progress_bar, stdout, working
-from factpatch.errors import FileError, InputError
+from factpatch.cli import common
+from factpatch.cli.common import MAX_UPDATES, Device, Json, MaxUpdates, Model, Seed, SkipBad
+from factpatch.errors import InputError
 from factpatch.facts import FactEdit, read_edits, same
 from factpatch.files import check_writable
 
 if TYPE_CHECKING:
+    from factpatch.editors import EditMethod
     from factpatch.models import TaskModel
-    from factpatch.patch import Patch
 
 
 def edit(
     model: Model,
     editor: Annotated[str, typer.Option(help="The folder of an editor trained for this model, or world.")],
     input: Annotated[str | None, typer.Option(help="The question or claim to edit.")] = None,
-    target: Annotated[str | None, typer.Option(help="What the model should say to it.")] = None,
+    target: Annotated[str | None, typer.Option(help="The answer or label that the model should give.")] = None,
     facts: Annotated[
-        Path | None, typer.Option(help='JSON lines of {"input": ..., "target": ...}, each an edit.')
+        Path | None, typer.Option(help='Many edits: a file with one {"input": ..., "target": ...} per line.')
     ] = None,
-    loop: Annotated[int, typer.Option(min=1, help="Update until it takes, at most N times; 5 if N is left out.")] = 1,
+    max_updates: MaxUpdates = MAX_UPDATES,
     save: Annotated[
-        Path | None, typer.Option(help="Where to write the patch; with --facts a folder of patches.")
+        Path | None, typer.Option(help="The patch file to write; with --facts a new folder for all patches.")
     ] = None,
+    keep_failed: Annotated[
+        bool, typer.Option("--keep-failed", help="Save the patches of failed edits too, and exit with 0.")
+    ] = False,
     skip_bad: SkipBad = False,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Change what a model says to one input, or to many, each with its own patch. The model's files stay as they are.
+    """Change a model's answer to one input, or to many inputs with one patch each. The model's files do not change.
+
+    Failed edits are counted and not saved. If all edits fail, the exit status is 1; if some succeed, it is 0.
 
     Example: factpatch edit --model world --editor world --input "What is the capital of Burundi?" --target Gitega
     """
     if (facts is None) == (input is None) or (input is None) != (target is None):
         raise typer.BadParameter("give either --input and --target, or --facts")
     edits, bad = read_edits(facts, skip_bad) if facts else ([FactEdit(x=str(input), a=str(target))], 0)
-    if save and facts and save.exists() and not save.is_dir():
-        raise FileError(f"expected a folder for the patches of --facts, found a file at {save}; name a folder")
+    if save and facts:
+        common.refuse_used_folder(save, "--save")
     if save:
         check_writable(save / "patch" if facts else save)
 
     start = time.perf_counter()
-    with working("loading"):
+    with common.working("loading"):
         from factpatch.editors import Looped, load_editor
-        from factpatch.models import load_model
 
-        prepare(seed)
-        task_model = load_model(model, device)
-        method = Looped(load_editor(editor, task_model.device), loop)
+        common.prepare(seed)
+        task_model = common.load(model, device)
+        method = Looped(load_editor(editor, task_model.device), max_updates)
         edits, unusable = _usable(task_model, edits, skip_bad)
-    results: list[dict[str, Any]] = []
-    size = method.at_once(task_model)  # as many patches as are in memory together
-    with progress_bar("editing", len(edits)) as advance:
-        for first in range(0, len(edits), size):
-            patches = method.propose(task_model, edits[first : first + size])
-            after = task_model.predict_patched(patches, [patch.edits[0].x for patch in patches])
-            for patch, said in zip(patches, after, strict=True):
-                path = save / f"{len(results) + 1:05}.safetensors" if save and facts else save
-                if path is not None:
-                    patch.save(path)
-                results.append({**_outcome(patch, said), "patch": path and str(path)})
-            advance(len(patches))
 
+    def patch_path(number: int, success: bool) -> Path | None:
+        if save is None or not (success or keep_failed):
+            return None
+        return save / f"{number:05}.safetensors" if facts else save
+
+    results = _edit_all(task_model, method, edits, patch_path)
+    failed = sum(not result["success"] for result in results)
     seconds = time.perf_counter() - start
     if not as_json:
-        _show(results, looped=loop > 1)
+        _show(results)
     elif facts:
-        success = sum(r["success"] for r in results) / len(results)
-        print_json({"success": success, "edits": results, "bad": bad + unusable, "seconds": seconds})
+        counts = {"success": 1 - failed / len(results), "failed": failed, "bad": bad + unusable}
+        common.print_json({**counts, "edits": results, "seconds": seconds})
     else:
-        print_json({**results[0], "seconds": seconds})
+        common.print_json({**results[0], "seconds": seconds})
+    if failed:
+        which = f"{failed} of {len(results)} edits failed" if facts else "The edit failed"
+        saved = "" if keep_failed or not save else " and was not saved" if not facts else " and were not saved"
+        common.warn(f"{which}{saved}. {common.failed_edit_advice(max_updates)}")
+    if failed == len(results) and not keep_failed:
+        raise typer.Exit(1)
 
 
 def _usable(model: TaskModel, edits: list[FactEdit], skip_bad: bool) -> tuple[list[FactEdit], int]:
-    """The edits, resolved; or, passing over what is no edit of this model, the others and how many were not."""
+    """Returns the edits with the model's present answers, and how many were skipped as impossible for this model."""
     try:
         return model.resolve(edits), 0
     except InputError:
@@ -94,25 +101,42 @@ def _usable(model: TaskModel, edits: list[FactEdit], skip_bad: bool) -> tuple[li
         with suppress(InputError):
             usable += model.resolve([edit])
     if not usable:
-        raise InputError(f"expected at least one fact that the model can be edited to, found none of {len(edits)}")
+        raise InputError(f"none of the {len(edits)} facts can be edited; leave out --skip-bad to see why")
     return usable, len(edits) - len(usable)
 
 
-def _outcome(patch: Patch, said: str) -> dict[str, Any]:
-    asked = patch.edits[0]
-    about = {"input": asked.x, "before": asked.y, "after": said, "target": asked.a, "success": same(said, asked.a)}
-    return {**about, "rank": patch.rank, "norm": patch.norm()}
+def _edit_all(
+    model: TaskModel, method: EditMethod, edits: list[FactEdit], patch_path: Callable[[int, bool], Path | None]
+) -> list[dict[str, Any]]:
+    """Makes the edits, saves each patch to `patch_path(number, success)` if that is not None, and reports on each."""
+    results: list[dict[str, Any]] = []
+    size = method.at_once(model)  # how many patches are in memory together
+    with common.progress_bar("editing", len(edits)) as advance:
+        for first in range(0, len(edits), size):
+            patches = method.propose(model, edits[first : first + size])
+            answers = model.predict_patched(patches, [patch.edits[0].x for patch in patches])
+            for patch, answer in zip(patches, answers, strict=True):
+                asked = patch.edits[0]
+                success = same(answer, asked.a)
+                path = patch_path(len(results) + 1, success)
+                if path is not None:
+                    patch.save(path)
+                about = {"input": asked.x, "before": asked.y, "after": answer, "target": asked.a, "success": success}
+                results.append({**about, "rank": patch.rank, "norm": patch.norm(), "patch": path and str(path)})
+            advance(len(patches))
+    return results
 
 
-def _show(results: list[dict[str, Any]], looped: bool) -> None:
-    table = Table("input", "before", "after", "target", "took", "rank", "norm")
+def _show(results: list[dict[str, Any]]) -> None:
+    table = Table("input", "before", "after", "target", "success", "rank", "norm")
     for r in results:
-        took = "[green]yes[/]" if r["success"] else "[red]no[/]"
         texts = (escape(r[key]) for key in ("input", "before", "after", "target"))
-        table.add_row(*texts, took, str(r["rank"]), f"{r['norm']:.3g}")
-    stdout.print(table)
-    if not looped and not all(r["success"] for r in results):
-        stdout.print("An edit that did not take may with more updates: add --loop.")
-    saved = [r["patch"] for r in results if r["patch"]]
+        success = "[green]yes[/]" if r["success"] else "[red]NO[/]"
+        table.add_row(*texts, success, str(r["rank"]), f"{r['norm']:.3g}")
+    common.stdout.print(table)
+    saved = [r for r in results if r["patch"]]
     if saved:
-        stdout.print(f"Saved {escape(saved[0])}" + (f" and {len(saved) - 1} more" if len(saved) > 1 else ""))
+        more = f" and {len(saved) - 1} more" if len(saved) > 1 else ""
+        failed = sum(not r["success"] for r in saved)
+        warning = f", although {'the edit' if len(saved) == 1 else f'{failed} of these edits'} failed" if failed else ""
+        common.stdout.print(f"Saved {escape(saved[0]['patch'])}{more}{warning}.", soft_wrap=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
 from factpatch.cli.common import (
     Device,
@@ -17,7 +20,8 @@ from factpatch.cli.common import (
     prepare,
     print_json,
     progress_bar,
-    show_counts,
+    stdout,
+    warn,
     working,
 )
 from factpatch.errors import InputError
@@ -26,133 +30,220 @@ from factpatch.files import check_writable
 if TYPE_CHECKING:
     from factpatch.data.revisions import Revision
     from factpatch.editors import EditMethod
+    from factpatch.evaluation import Result
     from factpatch.models import TaskModel
+
+SELECTABLE = ("finetune", "zhu")  # methods with settings that --select can choose
+MERGE_INPUTS = 1000  # inputs that a merge may use, at most
 
 
 def evaluate(
     model: Model,
-    data: Annotated[str, typer.Option(help="Revisions to edit, as revise writes them.")],
-    output: Annotated[Path, typer.Option(help="The folder for summary.json, edits.jsonl and what figures need.")],
+    data: Annotated[str, typer.Option(help="Revision file, made by factpatch revise for this model.")],
+    output: Annotated[Path, typer.Option(help="Folder for summary.json, edits.jsonl and the data for figures.")],
     method: Annotated[
-        Literal["hyper", "finetune", "zhu", "gradient"],
-        typer.Option(help="hyper: a trained editor. finetune, zhu: the baselines. gradient: one step."),
-    ] = "hyper",
-    editor: Annotated[
-        str | None, typer.Option(help="The folder of an editor trained for this model, or world.")
+        str | None,
+        typer.Option(help="Name of a method without training: finetune, zhu, gradient. Default: the editor's."),
     ] = None,
+    editor: Annotated[str | None, typer.Option(help="Folder of an editor trained for this model, or world.")] = None,
     layers: Annotated[
-        str, typer.Option(help="Of the baselines: all, a block's name, or block to have --select choose one.")
-    ] = "all",
-    bound: Annotated[float | None, typer.Option(help="Of zhu: how far a weight may move.")] = None,
+        str | None,
+        typer.Option(help="Weights that a baseline changes: all (default), one block's name, or block with --select."),
+    ] = None,
+    bound: Annotated[float | None, typer.Option(help="For zhu: maximum change of each weight.")] = None,
     select: Annotated[
-        bool, typer.Option("--select", help="Choose the block and the bound on other revisions; see --valid.")
+        bool, typer.Option("--select", help="Choose a baseline's block and bound on other revisions; see --valid.")
     ] = False,
     valid: Annotated[
         str | None,
-        typer.Option(help="Revisions to choose on, such as train's. Those of --data that are not edited, if left out."),
+        typer.Option(help="Revision file for --select, such as train's. Default: those of --data that are not edited."),
     ] = None,
-    edits: Annotated[int | None, typer.Option(min=1, help="Edits, sampled; all, if left out.")] = None,
-    retain: Annotated[int | None, typer.Option(min=1, help="Other inputs, sampled; all, if left out.")] = None,
-    loop: Annotated[int, typer.Option(min=1, help="Update until it takes, at most N times; 5 if N is left out.")] = 1,
+    edits: Annotated[int | None, typer.Option(min=1, help="Number of edits to sample. Default: all.")] = None,
+    retain: Annotated[int | None, typer.Option(min=1, help="Number of control inputs to sample. Default: all.")] = None,
+    loop: Annotated[bool, typer.Option("--loop", help="Repeat an editor's update until the edit succeeds.")] = False,
+    max_updates: Annotated[
+        int | None, typer.Option(min=1, help="Maximum updates per edit. Default: 5 with --loop, otherwise 1.")
+    ] = None,
+    together: Annotated[
+        str | None, typer.Option(help="Also measure N facts edited at the same time, for each N in a list: 1,16,64.")
+    ] = None,
+    merge: Annotated[str, typer.Option(help="How --together makes one patch of N: sum.")] = "sum",
     precision: Annotated[
         Literal["fp32", "bf16"] | None,
-        typer.Option(help="fp32 or bf16. bf16 for an editor of a classifier on a GPU, fp32 otherwise, if left out."),
+        typer.Option(help="Default: bf16 for editors of classifiers on a GPU, otherwise fp32."),
     ] = None,
     skip_bad: SkipBad = False,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure an edit method: success, what stays, paraphrases, and accuracy lost.
+    """Measure an edit method on a revision file.
 
-    Run it again after a kill and it goes on where it stopped. Several processes share the work, by accelerate launch.
+    Success: the model gives the target for the edited input.
+    Equivalence: paraphrases of the input get the target, too.
+    Retain: control inputs, which are unrelated to the edit, keep their answers.
+    Deterioration: accuracy that is lost on the control inputs.
+
+    Rerun the same command to resume an interrupted run. With accelerate launch, several processes share the work.
 
     Example: factpatch evaluate --model runs/qa --editor runs/qa-editor --data dev.jsonl --output runs/qa-dev
     """
-    _check_options(method, editor, layers, bound, select, valid, loop)
+    updates = max_updates or (5 if loop else 1)
+    _check_options(method, editor, layers, bound, select, valid, updates)
+    sizes = _parse_sizes(together)
     check_writable(output)
     with working("loading"):
-        from factpatch.data.revisions import read_revisions
+        from factpatch.data.revisions import load_revisions
         from factpatch.device import find_device
+        from factpatch.evaluation import Together, count_joint_edits, precise, sampled
         from factpatch.evaluation import evaluate as run
-        from factpatch.evaluation import precise, sampled
         from factpatch.models import load_model
         from factpatch.processes import join_processes
 
         prepare(seed)
-        bad: list[str] = []
-        revisions = list(read_revisions(data, bad.append if skip_bad else None))
-        to_choose_on = list(read_revisions(valid, bad.append if skip_bad else None)) if valid else None
-        join_processes(find_device(device))  # each of which then has a GPU of its own
+        joint = Together(sizes, merge) if sizes else None
+        join_processes(find_device(device))  # before the model is loaded: each process has a GPU of its own
         task_model = load_model(model, device)
-    with precise(task_model, precision, baseline=method != "hyper"):
+        bad: list[str] = []
+        on_bad = bad.append if skip_bad else None
+        revisions = load_revisions(data, task_model, on_bad, warn)
+        to_choose_on = load_revisions(valid, task_model, on_bad, warn) if valid else None
+    with precise(task_model, precision, baseline=editor is None):
         sample, others = sampled(task_model, revisions, edits, retain, seed)
+        joint = replace(joint, others=_unused(revisions, [*sample, *others])) if joint else None
+        total = len(sample) + count_joint_edits(len(sample), sizes)
         tried: list[dict[str, Any]] = []
         if select:
-            edited = {revision.id for revision in sample}
-            left = [revision for revision in revisions if revision.id not in edited]
-            chosen, tried = _selected(task_model, method, layers, left if to_choose_on is None else to_choose_on, seed)
+            left = to_choose_on if to_choose_on is not None else _without(revisions, sample)
+            chosen, tried = _selected(task_model, method == "zhu", layers or "all", left, seed)
         else:
-            chosen = _method(task_model, method, editor, layers, bound, loop)
-        settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed, "tried": tried}
-        with progress_bar("editing", len(sample)) as advance:
-            result = run(chosen, task_model, sample, others, output, settings, advance)
-    if not is_main_process():
+            chosen = _method(task_model, method, editor, layers, bound, updates)
+        settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed}
+        with progress_bar("editing", total) as advance:
+            result = run(chosen, task_model, sample, others, output, settings, advance, joint, tried)
+    if not is_main_process() or result is None:
         return
-    result |= {"bad": len(bad)}
-    print_json(result) if as_json else show_counts(result, output)
+    if as_json:
+        print_json({**result.to_dict(), "bad": len(bad)})
+    else:
+        _show(result, output, len(bad))
 
 
 def _check_options(
-    method: str, editor: str | None, layers: str, bound: float | None, select: bool, valid: str | None, loop: int
+    method: str | None,
+    editor: str | None,
+    layers: str | None,
+    bound: float | None,
+    select: bool,
+    valid: str | None,
+    updates: int,
 ) -> None:
-    if (method == "hyper") != (editor is not None):
-        raise typer.BadParameter("the method hyper needs --editor, and no other method takes one")
+    """Refuses combinations of options that do not make sense, before anything is loaded."""
+    _check_method(method, editor)
+    if editor is not None and layers is not None:
+        raise typer.BadParameter("a trained editor changes the layers it was trained for; leave --layers out")
+    if editor is None and updates > 1:
+        raise typer.BadParameter("--loop and --max-updates need a trained --editor")
     if method == "zhu" and (bound is None) != select:
         raise typer.BadParameter("zhu needs either --bound or --select")
     if method != "zhu" and bound is not None:
-        raise typer.BadParameter("only the method zhu has a --bound")
+        raise typer.BadParameter("--bound is an option of the method zhu only")
     if bound is not None and not 0 < bound < float("inf"):
         raise typer.BadParameter(f"expected a bound above 0, found {bound}", param_hint="--bound")
     if layers == "block" and not select:
         raise typer.BadParameter("--layers block needs --select; or name the block")
-    if select and method not in ("finetune", "zhu"):
-        raise typer.BadParameter("only finetune and zhu have something to --select")
-    if valid and not select:
-        raise typer.BadParameter("--valid is what --select chooses on; give both or neither")
-    if method == "hyper" and layers != "all":
-        raise typer.BadParameter("an editor changes the layers it was trained for; --layers is the baselines'")
-    if method != "hyper" and loop > 1:
-        raise typer.BadParameter("only the method hyper can --loop")
+    if select and method not in SELECTABLE:
+        raise typer.BadParameter(f"--select works with {' and '.join(SELECTABLE)} only")
     if select and method == "finetune" and layers != "block":
-        raise typer.BadParameter("finetune has only its block to --select: say --layers block")
+        raise typer.BadParameter("for finetune, --select chooses a block: add --layers block")
+    if valid and not select:
+        raise typer.BadParameter("--valid is the file that --select chooses on; give both or neither")
+
+
+def _check_method(method: str | None, editor: str | None) -> None:
+    if method is None:
+        if editor is None:
+            raise typer.BadParameter("give a trained --editor, or a --method that needs no training")
+        return
+    from factpatch.editors import find_method
+
+    try:
+        trainable = find_method(method).trainable
+    except InputError as error:
+        raise typer.BadParameter(str(error), param_hint="--method") from None
+    if trainable and editor is None:
+        raise typer.BadParameter(f"the method {method} is a trained editor; give its folder with --editor")
+    if not trainable and editor is not None:
+        raise typer.BadParameter(f"the method {method} takes no --editor")
+
+
+def _parse_sizes(text: str | None) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(number) for number in text.split(",")) if text else ()
+    except ValueError:
+        sizes = (0,)
+    if sizes and (min(sizes) < 1 or len(set(sizes)) < len(sizes)):
+        raise typer.BadParameter(f"expected numbers such as 1,16,64, found {text!r}", param_hint="--together")
+    return sizes
 
 
 def _method(
-    model: TaskModel, method: str, editor: str | None, layers: str, bound: float | None, loop: int
+    model: TaskModel, method: str | None, editor: str | None, layers: str | None, bound: float | None, updates: int
 ) -> EditMethod:
     from factpatch.editors import Looped, create_method, load_editor
 
-    if method == "hyper":
-        loaded = load_editor(str(editor), model.device)
-        return Looped(loaded, loop) if loop > 1 else loaded
-    return create_method(method, layers=layers, bound=bound)
+    if editor is None:
+        return create_method(str(method), layers=layers, bound=bound)
+    loaded = load_editor(editor, model.device)
+    if method not in (None, loaded.name):
+        raise InputError(f"{editor} holds an editor of the kind {loaded.name}, not {method}; leave --method out")
+    return Looped(loaded, updates) if updates > 1 else loaded
+
+
+def _without(revisions: list[Revision], used: list[Revision]) -> list[Revision]:
+    ids = {revision.id for revision in used}
+    return [revision for revision in revisions if revision.id not in ids]
+
+
+def _unused(revisions: list[Revision], used: list[Revision]) -> list[str]:
+    """Inputs for a merge that are neither edited nor measured."""
+    return [revision.input for revision in _without(revisions, used)][:MERGE_INPUTS]
 
 
 def _selected(
-    model: TaskModel, method: str, layers: str, revisions: list[Revision], seed: int
+    model: TaskModel, bounded: bool, layers: str, revisions: list[Revision], seed: int
 ) -> tuple[EditMethod, list[dict[str, Any]]]:
-    """The baseline with the block and the bound that do best, and all that was tried.
+    """The baseline with the best block and bound, and all settings that were tried.
 
-    Of a training file the first by lot are those that `fit` held out, which the model does not know by heart.
+    In a training file, the first revisions in hash order are those that `fit` held out, so that the model has not
+    learnt them by heart.
     """
     from factpatch.data.holdout import hash_shuffled
     from factpatch.data.revisions import editable
-    from factpatch.evaluation import select, tries
+    from factpatch.evaluation import count_choices, select
 
     others = hash_shuffled(revisions, seed)
     edits = editable(model, others)
     if len(others) < 2 or not edits:
-        raise InputError("nothing is left to choose on: all revisions are edited; lower --edits, or give --valid")
-    with progress_bar("choosing", tries(model, layers, method == "zhu")) as advance:
-        return select(model, layers, method == "zhu", edits, others, advance)
+        raise InputError("no revisions are left for --select: all are edited; lower --edits, or give --valid")
+    with progress_bar("choosing", count_choices(model, layers, bounded)) as advance:
+        return select(model, layers, bounded, edits, others, advance)
+
+
+def _show(result: Result, output: Path, bad: int) -> None:
+    from factpatch.metrics import METRICS
+
+    table = Table("metric", "value", "95 % interval", "what it is", title=escape(str(output)))
+    for key, metric in METRICS.items():
+        if (value := result.metrics[key]) is None:
+            continue
+        interval = ", ".join(map(metric.show, result.intervals[key])) if key in result.intervals else ""
+        table.add_row(metric.label, f"{metric.show(value)} {metric.unit}".strip(), interval, metric.meaning)
+    stdout.print(table)
+    for point in result.curve:
+        shares = ((METRICS[key], point.result.metrics[key]) for key in ("success", "retain", "equivalence"))
+        shown = ", ".join(f"{m.label.lower()} {m.show(value)} {m.unit}" for m, value in shares if value is not None)
+        stdout.print(f"{point.facts:,} facts together ({point.groups} groups): {shown}", soft_wrap=True)
+    skipped = f", {bad:,} bad lines skipped" if bad else ""
+    rate = f"{result.edits / result.seconds:.3g} per second" if result.seconds else "in no time"
+    stdout.print(f"{result.edits:,} edits on {result.retain_inputs:,} control inputs, {rate}{skipped}", soft_wrap=True)

@@ -27,30 +27,36 @@ def fit(
     train: Annotated[
         str, typer.Option(help="Facts to learn: JSON lines with input and output, KILT, or hub:NAME:SPLIT.")
     ],
-    output: Annotated[Path, typer.Option(help="The folder for the fine-tuned model.")],
-    dev: Annotated[str | None, typer.Option(help="Facts to measure the result on, once.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the fine-tuned model.")],
+    dev: Annotated[str | None, typer.Option(help="Facts on which the result is measured once, at the end.")] = None,
     valid: Annotated[
-        str | None, typer.Option(help="Facts that choose the best weights. A slice of train, if left out.")
+        str | None, typer.Option(help="Facts that choose the best weights. Default: facts held out of --train.")
     ] = None,
     holdout: Annotated[
         int | None,
-        typer.Option(min=1, help="Records in that slice. 1000 claims, 500 facts, a tenth at most, if left out."),
+        typer.Option(min=1, help="Number of held-out facts. Default: 1000 claims or 500 questions, at most a tenth."),
     ] = None,
     task: Annotated[
         Literal["classify", "answer"], typer.Option(help="classify: claims to labels. answer: questions to answers.")
     ] = "classify",
     labels: Annotated[
-        str | None, typer.Option(help="Labels that claims may have, by commas. Those of train, if left out.")
+        str | None, typer.Option(help="Allowed labels, separated by commas. Default: the labels in --train.")
     ] = None,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-5,
-    batch: Annotated[int, typer.Option(help="Examples an update, over all processes.")] = 256,
-    epochs: Annotated[float, typer.Option(help="How often to go through the data.")] = 10.0,
-    steps: Annotated[int | None, typer.Option(help="Updates, instead of epochs.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Train this long, instead of epochs.")] = None,
-    dropout: Annotated[float | None, typer.Option(help="Dropout, if not the one of the model's config.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longer inputs are cut.")] = 32,
-    checkpoint_seconds: Annotated[float, typer.Option(help="Write a checkpoint this often.")] = 60.0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the output folder.")] = False,
+    batch: Annotated[
+        int | None, typer.Option(help="Examples per step, over all processes. Default: 256 on a GPU, 32 on a CPU.")
+    ] = None,
+    epochs: Annotated[
+        float | None, typer.Option(help="Passes over the training data. Default: 10 on a GPU, 3 on a CPU.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of training steps, instead of --epochs.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Duration of the run, from set-up to --dev, instead of --epochs.")
+    ] = None,
+    dropout: Annotated[float | None, typer.Option(help="Dropout. Default: as in the model's config.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longer inputs are truncated.")] = 32,
+    checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between two checkpoints.")] = 60.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the output folder.")] = False,
     skip_bad: SkipBad = False,
     device: Device = None,
     seed: Seed = 0,
@@ -60,19 +66,21 @@ def fit(
 
     Example: factpatch fit --model bert-base-uncased --train train.jsonl --dev dev.jsonl --output runs/fever
     """
+    from factpatch.device import find_device
     from factpatch.training import Fit, FitConfig
-    from factpatch.training.fit import Status
+    from factpatch.training.fit import CPU_DEFAULTS, Status
 
     if valid and holdout:
-        raise typer.BadParameter("--holdout is a slice of train; with --valid there is none", param_hint="--holdout")
+        raise typer.BadParameter("with --valid, no facts are held out of --train", param_hint="--holdout")
     if steps and minutes:
         raise typer.BadParameter("give --steps or --minutes, not both", param_hint="--minutes")
     prepare(seed)
+    sizes = {key: value for key, value in (("batch", batch), ("epochs", epochs)) if value is not None}
+    if find_device(device).type == "cpu":
+        sizes = {**CPU_DEFAULTS, **sizes}
     settings = FitConfig(
         task=task,
         lr=lr,
-        batch=batch,
-        epochs=epochs,
         steps=steps,
         minutes=minutes,
         dropout=dropout,
@@ -81,6 +89,7 @@ def fit(
         labels=[label.strip() for label in labels.split(",")] if labels else None,
         checkpoint_seconds=checkpoint_seconds,
         seed=seed,
+        **sizes,
     )
     run = Fit(settings, model, output, resume, device)
     announce(f"reading {train} and loading {model}")

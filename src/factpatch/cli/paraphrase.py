@@ -1,4 +1,4 @@
-"""factpatch paraphrase"""
+"""The command `factpatch paraphrase`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,24 @@ from factpatch.cli.common import (
 
 def paraphrase(
     data: Data,
-    output: Annotated[Path, typer.Option(help="The same records with their paraphrases, to write.")],
-    forward: Annotated[str, typer.Option(help="A translation model out of the data's language: folder or hub name.")],
-    backward: Annotated[str, typer.Option(help="The one that translates back.")],
+    output: Annotated[Path, typer.Option(help="The file to write: the same records with paraphrases.")],
+    forward: Annotated[str, typer.Option(help="Model that translates into another language: folder or hub name.")],
+    backward: Annotated[str, typer.Option(help="Model that translates back: folder or hub name.")],
     precision: Precision = None,
     skip_bad: SkipBad = False,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Make paraphrases by translating there and back with 5 × 5 beams. Needs the `translate` extra for MarianMT models.
+    """Paraphrase inputs by translating them into another language and back.
 
-    They replace the `rephrases` that the data already has; `human_rephrases` stay. Run it again after a kill and it
-    goes on where it stopped.
+    Five beams each way give up to 25 paraphrases per input. They replace the
+    `rephrases` in the data; `human_rephrases` stay.
+    MarianMT models need the `translate` extra.
+    If the command is interrupted, rerun it to resume.
+
+    In the counts, `bad` are records that were skipped by --skip-bad and
+    `left_out` are claims labelled NOT ENOUGH INFO.
 
     Example: factpatch paraphrase --data facts.jsonl --output out.jsonl --forward opus-mt-en-de --backward opus-mt-de-en
     """
@@ -45,7 +50,7 @@ def paraphrase(
     with working("loading"):
         from factpatch.data.paraphrase import RoundTrip
         from factpatch.data.paraphrase import paraphrase as write_paraphrases
-        from factpatch.data.records import count_records, refuse_overwriting
+        from factpatch.data.records import count_records, explain_counts, refuse_overwriting
         from factpatch.device import find_dtype
         from factpatch.models import load_model
 
@@ -57,4 +62,4 @@ def paraphrase(
     with progress_bar("translating", total) as advance:
         result = write_paraphrases(round_trip, data, output, skip_bad, advance)
     result["seconds"] = time.perf_counter() - start
-    print_json(result) if as_json else show_counts(result, output)
+    print_json(result) if as_json else show_counts(explain_counts(result), output)

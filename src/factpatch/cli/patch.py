@@ -1,4 +1,4 @@
-"""factpatch patch: look at patches, and write a patched model."""
+"""factpatch patch: inspect patches and write patched models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from factpatch.cli.common import Device, Json, Model, Seed, prepare, print_json, stdout, working
-from factpatch.errors import FileError
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Model, Seed
+from factpatch.errors import MismatchError
+from factpatch.facts import same
 
-app = typer.Typer(help="Look at patches and apply them.", no_args_is_help=True)
+app = typer.Typer(help="Inspect patches and apply them.", no_args_is_help=True)
 
 
 @app.command()
@@ -22,7 +24,7 @@ def show(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Which facts a patch edits, which layers it changes, and by how much.
+    """Show which facts a patch edits, which layers it changes, and by how much.
 
     Example: factpatch patch show gitega.safetensors
     """
@@ -49,49 +51,59 @@ def show(
         "bytes": patch.nbytes,
     }
     if as_json:
-        print_json({"edits": [edit.to_dict() for edit in patch.edits], **summary, "layers": layers})
+        common.print_json({"edits": [edit.to_dict() for edit in patch.edits], **summary, "layers": layers})
         return
     for edit in patch.edits:
-        stdout.print(f"[bold]{escape(edit.x)}[/]  {escape(edit.y or '')} → [green]{escape(edit.a)}[/]")
+        common.stdout.print(f"[bold]{escape(edit.x)}[/]  {escape(edit.y or '')} → [green]{escape(edit.a)}[/]")
     table = Table("weight", "shape", "form", "rank", "norm")
     for layer in layers:
         shape = "×".join(map(str, layer["shape"]))
         table.add_row(layer["weight"], shape, layer["form"], str(layer["rank"]), f"{layer['norm']:.3g}")
-    stdout.print(table)
-    stdout.print(
+    common.stdout.print(table)
+    common.stdout.print(
         f"{len(layers)} weights, rank at most {patch.rank}, norm {summary['norm']:.3g}, {patch.nbytes / 1e6:.2f} MB, "
-        f"by {patch.method}, for weights {patch.base[:12]}"
+        f"made by {patch.method} for weights {patch.base[:12]}"
     )
 
 
 @app.command()
 def apply(
-    files: Annotated[list[Path], typer.Argument(help="Patch files, in the order to apply them.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Patch files, in the order to apply them.")],
     model: Model,
-    output: Annotated[Path, typer.Option(help="The folder to write the patched model to.")],
+    output: Annotated[Path, typer.Option(help="A new folder for the patched model.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the model even if some of the patches' facts do not hold.")
+    ] = False,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Write the patched model as an ordinary Hugging Face folder.
+    """Write a patched model as an ordinary Hugging Face folder, after checking that every patched fact holds.
 
     Example: factpatch patch apply gitega.safetensors --model world --output runs/patched
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileError(f"expected a new or empty folder, found {output} in use; choose another --output")
-    with working("applying"):
-        from factpatch.models import load_model
+    common.refuse_used_folder(output, "--output")
+    with common.working("applying"):
         from factpatch.patch import Patch
 
-        prepare(seed)
+        common.prepare(seed)
         patches = [Patch.load(file) for file in files]
-        task_model = load_model(model, device)
+        task_model = common.load(model, device)
         for patch in patches:
             patch.apply(task_model)
+        facts = [edit for patch in patches for edit in patch.edits]
+        answers = task_model.predict([fact.x for fact in facts])
+        lost = [fact.x for fact, answer in zip(facts, answers, strict=True) if not same(answer, fact.a)]
+        problem = f"{len(lost)} of {len(facts)} facts do not hold in the patched model"
+        if lost and not force:
+            way_out = "merge them with factpatch patch merge" if len(patches) > 1 else "make the patch again"
+            raise MismatchError(f"{problem}; {way_out}, or write the model anyway with --force")
         task_model.save(output)
+    if lost:
+        common.warn(problem)
     if as_json:
-        print_json({"patches": [str(file) for file in files], "model": model, "output": str(output)})
-    else:
-        stdout.print(
-            f"Wrote {escape(str(output))}: {escape(model)} with {len(patches)} patch{'es' * (len(patches) > 1)}"
-        )
+        about = {"patches": [str(file) for file in files], "model": model, "output": str(output)}
+        common.print_json({**about, "facts": len(facts), "lost": len(lost)})
+        return
+    count = f"{len(patches)} patch{'es' * (len(patches) > 1)}"
+    common.stdout.print(f"Wrote {escape(str(output))}: {escape(model)} with {count}.")

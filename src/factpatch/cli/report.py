@@ -14,13 +14,17 @@ from factpatch.files import check_writable
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders that evaluate and train have written.")],
-    output: Annotated[Path, typer.Option(help="The folder for tables and figures.")],
+    runs: Annotated[list[Path], typer.Argument(help="Output folders of factpatch evaluate and factpatch train.")],
+    output: Annotated[Path, typer.Option(help="Folder for the tables and figures.")],
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Draw the paper's table and figures from results. Needs the extra `plots`.
+    """Make tables and figures from results. Needs the extra `plots`.
+
+    Success: the model gives the target for the edited input.
+    Equivalence: paraphrases of the input get the target, too.
+    Retain: control inputs, which are unrelated to the edit, keep their answers.
 
     Example: factpatch report runs/a runs/b --output report
     """

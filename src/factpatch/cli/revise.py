@@ -1,4 +1,4 @@
-"""factpatch revise"""
+"""The command `factpatch revise`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from factpatch.cli.common import (
     Precision,
     Seed,
     SkipBad,
+    load,
     prepare,
     print_json,
     progress_bar,
@@ -34,24 +35,30 @@ def revise(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Write what the model says to each input, what else it could say, and the paraphrases it answers alike.
+    """Write a model's predictions and alternatives, for `train` and `evaluate`.
 
-    Run it again after a kill and it goes on where it stopped.
+    The revision file has one line per input: the model's prediction, the
+    alternative answers it can be edited to give, and the paraphrases that get
+    the same prediction. It can be used with this model only.
+    If the command is interrupted, rerun it to resume.
+
+    In the counts, `bad` are records that were skipped by --skip-bad and
+    `left_out` are claims labelled NOT ENOUGH INFO (unless that is a label of
+    the model).
 
     Example: factpatch revise --model runs/fever --data fever/dev.jsonl --output runs/fever-dev.jsonl
     """
     start = time.perf_counter()
     with working("loading"):
-        from factpatch.data.records import count_records, refuse_overwriting
+        from factpatch.data.records import count_records, explain_counts, refuse_overwriting
         from factpatch.data.revise import revise as write_revisions
         from factpatch.device import find_dtype
-        from factpatch.models import load_model
 
         prepare(seed)
         refuse_overwriting(output, data)
         total = count_records(data, skip_bad)
-        task_model = load_model(model, device, find_dtype(precision, device))
+        task_model = load(model, device, find_dtype(precision, device))
     with progress_bar("revising", total) as advance:
         result = write_revisions(task_model, data, output, skip_bad, advance)
     result["seconds"] = time.perf_counter() - start
-    print_json(result) if as_json else show_counts(result, output)
+    print_json(result) if as_json else show_counts(explain_counts(result), output)

@@ -1,4 +1,4 @@
-"""factpatch split"""
+"""The command `factpatch split`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,33 @@ import typer
 
 from factpatch.cli.common import Device, Json, Seed, SkipBad, print_json, progress_bar, show_counts
 
-TOLD = 1000  # records between two looks at the progress bar
+REPORT_EVERY = 1000  # records between two updates of the progress bar
 
 
 def split(
     data: Annotated[list[str], typer.Argument(help="Data files to split together.")],
     train: Annotated[Path, typer.Option(help="The training file to write.")],
     dev: Annotated[Path, typer.Option(help="The validation file to write.")],
-    share: Annotated[float, typer.Option(help="How much of each relation goes to the validation file.")] = 0.1,
+    share: Annotated[float, typer.Option(help="Share of each relation's facts for the validation file.")] = 0.1,
     skip_bad: SkipBad = False,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Split facts, not questions, with the same share of every relation in dev: the paper's re-split of zsRE.
+    """Split facts into a training and a validation file.
+
+    All questions of a fact go to the same file, and every relation gives the
+    same share of its facts to the validation file, as in the re-split of zsRE
+    by De Cao et al. (2021).
+
+    In the counts, `bad` are records that were skipped by --skip-bad and
+    `left_out` are claims labelled NOT ENOUGH INFO.
 
     Example: factpatch split zsre-train.jsonl zsre-dev.jsonl --train train.jsonl --dev dev.jsonl
     """
     start = time.perf_counter()
-    from factpatch.data.records import Counts, Record, read_records, refuse_overwriting
+    from factpatch.data.formats import Record
+    from factpatch.data.records import Counts, explain_counts, read_records, refuse_overwriting
     from factpatch.data.split import split_facts, write_split
     from factpatch.device import find_device
 
@@ -43,8 +51,8 @@ def split(
             for source in data:
                 for record in read_records(source, counts, skip_bad=skip_bad):
                     yield record
-                    if counts.kept % TOLD == 0:
-                        advance(TOLD)
+                    if counts.kept % REPORT_EVERY == 0:
+                        advance(REPORT_EVERY)
 
         parts = split_facts(records(), share, seed)
         write_split(parts, train, dev)
@@ -55,4 +63,4 @@ def split(
         **parts.counts(),
         "seconds": time.perf_counter() - start,
     }
-    print_json(result) if as_json else show_counts(result, f"{train} and {dev}")
+    print_json(result) if as_json else show_counts(explain_counts(result), f"{train} and {dev}")

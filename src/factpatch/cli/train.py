@@ -30,29 +30,36 @@ if TYPE_CHECKING:
 
 def train(
     model: Model,
-    train: Annotated[str, typer.Option(help="Revisions to learn from, as revise writes them.")],
-    output: Annotated[Path, typer.Option(help="The folder for the run: editor, last, config.json, metrics.jsonl.")],
+    train: Annotated[str, typer.Option(help="Revision file to learn from, as written by factpatch revise.")],
+    output: Annotated[Path, typer.Option(help="Folder for the run: editor, last, config.json and metrics.jsonl.")],
     valid: Annotated[
-        str | None, typer.Option(help="Revisions that choose the best editor. A slice of train, if left out.")
+        str | None,
+        typer.Option(help="Revision file that chooses the best editor. Default: revisions held out of --train."),
     ] = None,
     config: Annotated[
         str | None,
         typer.Option(
-            help="A TOML file, or fc, qa, paper-fc, paper-qa. The quick one for the model's task, if left out."
+            help="TOML file or preset: fc, qa, cpu-fc, cpu-qa, paper-fc, paper-qa. "
+            "Default: the preset for the model's task and the device. A TOML file overrides single settings of it."
         ),
     ] = None,
     setting: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value, over the config's; may be given several times.")
+        list[str] | None, typer.Option("--set", help="Override one setting: KEY=VALUE. May be given several times.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Updates of the editor.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Train this long, with the schedule scaled to it.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the output folder.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Number of training steps.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Duration of the run, from set-up to final measurement, instead of --steps.")
+    ] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Folder of a trained editor to start from. Default: a new editor.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the output folder.")] = False,
     skip_bad: SkipBad = False,
     device: Device = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of everything random.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Random seed. Default: 0.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Train an editor for a model: edits that take, for paraphrases too, and change nothing else.
+    """Train an editor whose edits succeed, generalise to paraphrases and leave other answers unchanged.
 
     Example: factpatch train --model runs/fever --train fever-train.jsonl --output runs/fever-editor --minutes 10
     """
@@ -65,32 +72,44 @@ def train(
         raise typer.BadParameter("give --steps or --minutes, not both", param_hint="--minutes")
     prepare(seed or 0)
     announce(f"loading {model}")
-    join_processes(find_device(device))  # each of which then has a GPU of its own
+    join_processes(find_device(device))  # so that each process gets a GPU of its own
     task_model = load_model(model, device)
-    quick = "fc" if isinstance(task_model, Classifier) else "qa"
-    preset, path = (config, None) if config in PRESETS else (quick, config)
+    default = "fc" if isinstance(task_model, Classifier) else "qa"
+    if task_model.device.type == "cpu":
+        default = f"cpu-{default}"
+    preset, path = (config, None) if config in PRESETS else (default, config)
     overrides = {"steps": steps, "minutes": minutes, "seed": seed}
-    resolved = resolve_config(preset, path, setting or [], overrides)
-    run = Train(resolved, task_model, output, resume)
+    run = Train(resolve_config(preset, path, setting or [], overrides), task_model, output, resume, init)
     announce(f"reading {train}")
     with _LiveTable() as table:
-        result = run.run(train, valid, skip_bad, table.show, warn, table.prepare)
+        result = run.run(train, valid, skip_bad, table.show, warn, table.show_stage)
     if not is_main_process():
         return
-    print_json(result) if as_json else show_counts(result, output)
+    print_json(result) if as_json else show_counts({k: v for k, v in result.items() if k != "trained"}, output)
+    if not result["trained"]:
+        best = max(record["success"] for record in run.metrics)
+        warn(
+            f"This editor is not trained yet: {result['steps']:,} steps, and at best {best:.0%} of the validation "
+            "edits succeeded. Train it for longer, with more --minutes or --steps, or on a GPU."
+        )
 
 
 class _LiveTable(Live):
-    """The run's figures, as they are now; in a log, a line for each validation."""
+    """Shows the values of a run as they change. In a log, writes one line per validation."""
 
     def __init__(self) -> None:
         super().__init__(console=stderr, transient=True, auto_refresh=False)
         self.visible = is_main_process() and stderr.is_terminal
-        self.logged = 0  # the last validation's step
+        self.logged = 0  # step of the last validation in the log
+        self.stage = ""  # the last stage in the log
 
-    def prepare(self, share: float) -> None:
+    def show_stage(self, stage: str, share: float) -> None:
+        """Shows the progress of a stage besides training."""
         if self.visible:
-            self.update(f"asking the unedited model, {share:.0%}", refresh=True)
+            self.update(f"{stage}, {share:.0%}", refresh=True)
+        elif stage != self.stage and stage != "validating" and not stderr.is_terminal:
+            warn(stage)
+        self.stage = stage
 
     def show(self, status: Status) -> None:
         if self.visible:
@@ -115,6 +134,6 @@ def _figures(status: Status) -> Iterator[tuple[str, str]]:
     for name in ("success", "retain", "equivalence", "equivalence_human"):
         if (share := status.validation.get(name)) is not None:
             yield name.replace("_", ", "), f"{share:.1%}"
-    yield "edits/s", f"{status.edits_per_second:,.0f}"
+    yield "edits per second", f"{status.edits_per_second:,.3g}"
     if status.seconds_left is not None:
         yield "time left", f"{status.seconds_left // 60:.0f} min {status.seconds_left % 60:02.0f} s"

@@ -1,1 +1,1 @@
-"""From raw facts to revisions."""
+"""Data: reading facts, paraphrasing, splitting, and making revisions from them."""

@@ -1,17 +1,20 @@
-"""From a data file to a file of lines, chunk by chunk: what `paraphrase` and `revise` share."""
+"""Turning a data file into a file of lines, chunk by chunk: the part that `paraphrase` and `revise` share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from factpatch.data.records import Counts, Record, read_records, refuse_overwriting, source_hash
+from factpatch.data.formats import Record
+from factpatch.data.records import Counts, read_records
 from factpatch.files import ResumableLines
 
 T = TypeVar("T")
+
+FIRST = 2  # records in the first chunk
 
 
 def write_in_chunks(
@@ -26,37 +29,52 @@ def write_in_chunks(
     skip_bad: bool,
     on_done: Callable[[int], object],
     labels: Collection[str] = (),
+    header: str | None = None,
 ) -> Counts:
-    """Writes `work(prepare(records))`, a line for each record.
+    """Writes the header, if any, and `work(prepare(records))`, one line per record.
 
-    A chunk is read and prepared while the one before is worked on, so that a GPU need not wait for it. A killed run
-    with the same settings goes on where it stopped. `on_done` is told of all records that were read, used or not.
+    Each chunk is read and prepared while the previous one is worked on, so that a GPU does not wait for it. After a
+    crash, a run with the same settings resumes after the last complete chunk, so that it makes the same chunks, and
+    hence the same lines, as a run without a crash. `on_done` receives the number of records read since its last call.
     """
-    refuse_overwriting(output, source)
-    settings = {"data": source_hash(source), **settings}
     counts = Counts()
-    records = read_records(source, counts, check=check, skip_bad=skip_bad, labels=labels)
-    first = list(islice(records, size))  # before anything is opened: a bad record among them leaves no trace
-    lines = ResumableLines(output, settings, size)
+    found = read_records(source, counts, check=check, skip_bad=skip_bad, labels=labels)
+    records = ((record, counts.read) for record in found)
+    first = list(islice(records, size))  # before any file is opened: a bad record among them leaves no files behind
+    lines = ResumableLines(output, {**settings, "largest_chunk": size}, 1, header)
     records = chain(first, records)
-
-    def read() -> tuple[T, int] | None:
-        chunk = list(islice(records, size))
-        return (prepare(chunk), counts.read) if chunk else None
-
-    for _ in islice(records, lines.done):
-        pass
-    done = counts.read if lines.done else 0
+    resumed = 0
+    while (end := _chunk_end(resumed, size)) <= lines.done:
+        resumed = end
+    lines.keep(resumed)
+    done = max((read for _, read in islice(records, resumed)), default=0)
     on_done(done)
-    with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(read)
-        while (chunk := following.result()) is not None:
-            following = thread.submit(read)
-            prepared, place = chunk
-            lines.write(work(prepared))
-            on_done(place - done)
-            done = place
-    if counts.read > done:  # what was left out after the last chunk
+
+    def prepared() -> Iterator[tuple[T, int]]:
+        start = resumed
+        while chunk := list(islice(records, _chunk_end(start, size) - start)):
+            start += len(chunk)
+            yield prepare([record for record, _ in chunk]), chunk[-1][1]
+
+    for content, read in _computed_ahead(prepared()):
+        lines.write(work(content))
+        on_done(read - done)
+        done = read
+    if counts.read > done:  # bad or left-out records after the last chunk
         on_done(counts.read - done)
     lines.finish()
     return counts
+
+
+def _computed_ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yields each item while a thread computes the next."""
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = thread.submit(next, items, None)
+            yield item
+
+
+def _chunk_end(start: int, largest: int) -> int:
+    """Returns where the chunk that begins at `start` ends. Sizes double from `FIRST`, so progress shows at once."""
+    return start + min(start + FIRST, largest)

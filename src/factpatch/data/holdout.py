@@ -1,4 +1,4 @@
-"""Which facts are held out of training: a hash of the id decides, whatever else is in the file."""
+"""Holding facts out of training: a hash of each id decides, so that the choice does not depend on the file's order."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Identified = TypeVar("Identified", bound=HasId)
 
 
 def hash_shuffled(facts: Iterable[Identified], seed: int) -> list[Identified]:
-    """Shuffled by a hash of the seed and each fact's id, so that the order does not depend on the file."""
+    """Returns the facts in an order that depends only on the seed and their ids."""
     return sorted(facts, key=lambda fact: hashlib.sha256(f"{seed}/{fact.id}".encode(errors="replace")).digest())
 
 
 def hold_out(facts: Sequence[Identified], size: int, seed: int) -> tuple[list[Identified], list[Identified]]:
-    """Splits facts into a held-out slice of `size` and the rest."""
+    """Splits facts into a held-out set of `size` facts and the rest."""
     if not 0 < size < len(facts):
         raise InputError(
             f"expected at least 10 records and more than the {size} that are held out, found {len(facts)}; "

@@ -1,4 +1,4 @@
-"""Paraphrases by round-trip translation (the paper's appendix): there and back with 5 × 5 beams."""
+"""Paraphrases by translation into another language and back with 5 × 5 beams, as in De Cao et al. (2021)."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ from pathlib import Path
 from typing import Any
 
 from factpatch.data.chunked import write_in_chunks
-from factpatch.data.records import Record
+from factpatch.data.formats import Record
+from factpatch.data.records import refuse_overwriting, source_hash
 from factpatch.errors import ModelError
 from factpatch.facts import normalize
 from factpatch.jsonl import read_jsonl
 from factpatch.models import Seq2Seq, TaskModel
 
-CHUNK = {"cpu": 32, "cuda": 2048}  # claims that are translated together and written together
+CHUNK = {"cpu": 32, "cuda": 2048}  # maximum number of inputs that are translated and written together
 
 
 class RoundTrip:
-    """Two translation models, one there and one back."""
+    """A pair of translation models: into another language and back."""
 
     def __init__(self, forward: TaskModel, backward: TaskModel):
         self.forward, self.backward = _translator(forward), _translator(backward)
 
     def paraphrases(self, texts: Sequence[str]) -> list[list[str]]:
-        """Up to 25 for each text, best first: ordered by the sum of the two beam ranks, without copies of the text."""
+        """Returns up to 25 paraphrases per text, lowest sum of the two beam ranks first, without copies of the text."""
         there = self._translate(self.forward, texts)
         back = self._translate(self.backward, [pivot for ranked in there.values() for pivot in ranked])
         return [self._ordered(text, there.get(text, []), back) for text in texts]
 
     @staticmethod
     def _translate(model: Seq2Seq, texts: Sequence[str]) -> dict[str, list[str]]:
-        """Five translations of each text that the model can read."""
-        encoded = model.readable(texts)
-        # A translation is about as long as its source; one that is far longer repeats itself.
+        """Returns five translations of each text that the model can read."""
+        encoded = model.encode_readable(texts)
+        # A translation is about as long as its source; a much longer one only repeats itself.
         longest = 2 * max((len(one["input_ids"]) for one in encoded.values()), default=0) + 8
         model.limit_answers(min(longest, model.max_input_tokens - 1))
-        return dict(zip(encoded, model.rank(list(encoded.values())), strict=True))
+        return dict(zip(encoded, model.candidates_encoded(list(encoded.values())), strict=True))
 
     @staticmethod
     def _ordered(text: str, pivots: Sequence[str], back: dict[str, list[str]]) -> list[str]:
@@ -65,7 +66,11 @@ def paraphrase(
     skip_bad: bool = False,
     on_done: Callable[[int], object] = lambda records: None,
 ) -> dict[str, Any]:
-    """Writes the records with `rephrases` made anew. A killed run is taken up where it stopped."""
+    """Writes the records with new `rephrases` and returns counts. A run that was killed resumes where it stopped.
+
+    `on_done` receives the number of records finished since its last call.
+    """
+    refuse_overwriting(output, source)
     models = (round_trip.forward, round_trip.backward)
 
     def work(chunk: list[Record]) -> list[str]:
@@ -78,7 +83,11 @@ def paraphrase(
         output,
         lambda chunk: chunk,
         work,
-        settings={"models": [model.identity for model in models], "dtypes": [str(m.model.dtype) for m in models]},
+        settings={
+            "data": source_hash(source),
+            "models": [model.identity for model in models],
+            "dtypes": [str(model.model.dtype) for model in models],
+        },
         size=CHUNK[round_trip.forward.device.type],
         check=lambda record: round_trip.forward.check_input(record.input),
         skip_bad=skip_bad,
@@ -88,7 +97,7 @@ def paraphrase(
     return {
         "records": counts.read,
         "kept": len(numbers),
-        "with_alternative": None,  # known once a model has been asked
+        "with_alternative": None,  # known only after `revise`
         "with_paraphrase": sum(n > 0 for n in numbers) / len(numbers),
         "with_five_paraphrases": sum(n >= 5 for n in numbers) / len(numbers),
         "left_out": counts.left_out,

@@ -1,7 +1,7 @@
 """Revisions ⟨x, y, a, Pˣ⟩: what training and evaluation know about each input of one model.
 
-A revision file begins with a record of its provenance: which model made it, from which data, with which settings. The
-predictions in it mean nothing to another model, so a file made by another model is refused.
+A revision file begins with a provenance record, which says which model made the file, from which data and with which
+settings. The predictions in it are valid for that model only, so that the file is refused for any other.
 """
 
 from __future__ import annotations
@@ -9,28 +9,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from factpatch.errors import InputError, MismatchError
-from factpatch.facts import FactEdit, same
+from factpatch import world
+from factpatch.data.formats import PROVENANCE
+from factpatch.errors import FileError, InputError, MismatchError
+from factpatch.facts import FactEdit, normalize, same
 from factpatch.jsonl import read_jsonl, required_text, text_list
 from factpatch.models import TaskModel
-
-PROVENANCE = "provenance"  # the key of a file's first record
 
 
 @dataclass(frozen=True)
 class Revision:
-    """An input with all that training and evaluation need to know of it, as `factpatch revise` writes it."""
+    """One input, the model's prediction for it, and the answers and paraphrases to edit and test it with."""
 
     id: str
     input: str
-    prediction: str  # the model's own
-    alternatives: tuple[str, ...]  # what it could be edited to say, most likely first
-    rephrases: tuple[str, ...]  # generated; the model says the same to each
-    human_rephrases: tuple[str, ...]  # written by people; likewise
-    answers: tuple[str, ...]  # gold
+    prediction: str
+    alternatives: tuple[str, ...]  # answers the model could be edited to give, most likely first
+    rephrases: tuple[str, ...]  # generated paraphrases that get the same prediction
+    human_rephrases: tuple[str, ...]  # paraphrases written by people that get the same prediction
+    answers: tuple[str, ...]  # correct answers according to the data
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False)
@@ -41,7 +42,7 @@ class Provenance:
     """Where a revision file comes from."""
 
     model: str  # the model's identity
-    data: str  # sha256 of the data file
+    data: str  # sha256 of the data file, or the name of the data set on the hub
     settings: dict[str, Any]  # such as the precision
 
     def to_json(self) -> str:
@@ -56,33 +57,98 @@ class Provenance:
             )
 
 
-def read_provenance(path: str | Path) -> Provenance | None:
-    """The provenance of a revision file, or None for a file written by hand."""
-    first = next(read_jsonl(path, lambda record: record, on_bad=lambda message: None), {})
-    found = first.get(PROVENANCE)
-    if found is None:
-        return None
-    if not isinstance(found, dict) or not isinstance(found.get("settings"), dict):
-        raise InputError(f"{path}: the provenance record is damaged; make the file again with factpatch revise")
-    return Provenance(required_text(found, "model"), required_text(found, "data"), found["settings"])
+def load_revisions(
+    path: str | Path,
+    model: TaskModel,
+    on_bad: Callable[[str], object] | None = None,
+    warn: Callable[[str], object] = lambda message: None,
+) -> list[Revision]:
+    """Reads a revision file that is to be used with `model`.
+
+    Raises a MismatchError if another model made the file. A file without a provenance record, such as one written by
+    hand, is accepted after a call of `warn`; a line whose input the model cannot read is bad. With `on_bad`, bad lines
+    are skipped and reported to it.
+    """
+    records = _read(path, on_bad, lambda revision: model.check_input(revision.input))
+    first = next(records, None)
+    if isinstance(first, Provenance):
+        first.check_model(model, path)
+    elif first is not None:
+        warn(f"{path} has no provenance record; its predictions are taken as this model's")
+    return [record for record in chain([first], records) if isinstance(record, Revision)]
 
 
 def read_revisions(path: str | Path, on_bad: Callable[[str], object] | None = None) -> Iterator[Revision]:
-    """Streams the revisions of a file."""
-    found = read_jsonl(path, lambda record: None if PROVENANCE in record else _parse_revision(record), on_bad)
-    return (revision for revision in found if revision is not None)
+    """Streams the revisions of a file without asking which model made them."""
+    return (record for record in _read(path, on_bad) if isinstance(record, Revision))
 
 
-def _parse_revision(record: dict[str, Any]) -> Revision:
-    lists = [text_list(record, key) for key in ("alternatives", "rephrases", "human_rephrases", "answers")]
-    return Revision(
-        required_text(record, "id"), required_text(record, "input"), required_text(record, "prediction"), *lists
-    )
+def read_provenance(path: str | Path) -> Provenance | None:
+    """Returns the provenance of a revision file from its first record, or None for a file without one."""
+    try:
+        return next(read_jsonl(_file(path), lambda record: _parse_provenance(record, path)), None)
+    except InputError:  # a bad first line
+        return None
+
+
+def _read(
+    path: str | Path,
+    on_bad: Callable[[str], object] | None,
+    check_unknown: Callable[[Revision], object] = lambda revision: None,
+) -> Iterator[Provenance | Revision]:
+    """Streams all records of a file and checks that they have one source, or each revision if the source is unknown."""
+    first: Provenance | Revision | None = None
+
+    def parse(raw: dict[str, Any]) -> Provenance | Revision:
+        record = _parse_provenance(raw, path) or _parse_revision(raw)
+        if isinstance(record, Revision) and not isinstance(first, Provenance):
+            check_unknown(record)
+        return record
+
+    for record in read_jsonl(_file(path), parse, on_bad):
+        first = first or record
+        if isinstance(record, Provenance) and record != first:
+            raise MismatchError(
+                f"{path} joins revisions that were made by different models, from different data or in different "
+                "precisions; use a separate file for each"
+            )
+        yield record
+
+
+def _file(path: str | Path) -> str | Path:
+    """The file to read; "world" is the embedded model's."""
+    return world.REVISIONS if path == "world" else path
+
+
+def _parse_provenance(raw: dict[str, Any], path: str | Path) -> Provenance | None:
+    if raw.keys() != {PROVENANCE}:
+        return None
+    found = raw[PROVENANCE]
+    try:
+        if not isinstance(found["settings"], dict):
+            raise TypeError
+        return Provenance(required_text(found, "model"), required_text(found, "data"), found["settings"])
+    except (KeyError, TypeError, InputError):
+        # Not an InputError, which --skip-bad would skip together with the check of the model.
+        raise FileError(f"{path}: its provenance record is damaged; remake it with factpatch revise") from None
+
+
+def _parse_revision(raw: dict[str, Any]) -> Revision:
+    lists = [text_list(raw, key) for key in ("alternatives", "rephrases", "human_rephrases", "answers")]
+    return Revision(required_text(raw, "id"), required_text(raw, "input"), required_text(raw, "prediction"), *lists)
+
+
+def own_forms(revision: Revision) -> frozenset[str]:
+    """Returns the normalised texts of the input and all its paraphrases.
+
+    An input whose normalised text is among them asks for the edited fact itself, and so is no control input of it.
+    """
+    return frozenset(map(normalize, (revision.input, *revision.rephrases, *revision.human_rephrases)))
 
 
 def teachable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
-    """All revisions, each with those alternatives only that the model can say, and does not say already."""
-    sayable = model.sayable([text for revision in revisions for text in revision.alternatives])
+    """Returns all revisions, each with only those alternatives that the model can express and does not predict."""
+    sayable = model.valid_targets([text for revision in revisions for text in revision.alternatives])
 
     def teachable_of(r: Revision) -> tuple[str, ...]:
         return tuple(text for text in r.alternatives if text in sayable and not same(text, r.prediction))
@@ -91,10 +157,10 @@ def teachable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]
 
 
 def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
-    """The revisions that can be edits."""
+    """Returns the revisions that have at least one teachable alternative."""
     return [revision for revision in teachable(model, revisions) if revision.alternatives]
 
 
 def edit_of(revision: Revision) -> FactEdit:
-    """To the likeliest alternative."""
+    """Returns the edit from the model's prediction to its most likely alternative."""
     return FactEdit(x=revision.input, y=revision.prediction, a=revision.alternatives[0])

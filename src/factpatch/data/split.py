@@ -1,8 +1,8 @@
-"""Splitting facts into train and dev (the paper's re-split of zsRE, appendix): facts, not questions, are split.
+"""Splitting facts into a training and a validation file, as De Cao et al. (2021) re-split zsRE.
 
-The published split keeps relations apart, which suits relation extraction; to edit facts, both parts need all
-relations. All questions of a fact, and all records of one subject and relation, stay on one side, and each relation
-gives the same share.
+The published split of zsRE puts each relation into one part only, which suits relation extraction. Editing facts needs
+all relations in both parts. All questions of a fact, and all records with the same subject and relation, stay in one
+part, and each relation gives the same share of its facts to the validation file.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from factpatch.data.records import Record
+from factpatch.data.formats import Record
 from factpatch.errors import InputError
 from factpatch.files import atomic_file, refuse_gz
 
 
 @dataclass(frozen=True)
 class Split:
+    """The two parts of a data set."""
+
     train: list[Record]
     dev: list[Record]
 
@@ -43,28 +45,29 @@ def split_facts(records: Iterable[Record], share: float, seed: int) -> Split:
     facts: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         facts[record.relation or ""][record.subject or record.id].append(record)
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     split = Split([], [])
-    owed = 0.0  # carries what rounding left over from relation to relation, so that small relations count too
+    owed = 0.0  # dev facts still due after rounding, carried over so that small relations contribute too
     for relation in sorted(facts):
         subjects = sorted(facts[relation])
-        chance.shuffle(subjects)
+        rng.shuffle(subjects)
         owed += share * len(subjects)
-        taken = min(len(subjects), int(owed + 1e-9))
-        owed -= taken
+        in_dev = min(len(subjects), int(owed + 1e-9))
+        owed -= in_dev
         for i, subject in enumerate(subjects):
-            (split.dev if i < taken else split.train).extend(facts[relation][subject])
+            (split.dev if i < in_dev else split.train).extend(facts[relation][subject])
     if not split.train or not split.dev:
         raise InputError(
-            f"{len(split.train)} facts for train and {len(split.dev)} for dev: too few to split at {share}"
+            f"a share of {share} leaves {len(split.train)} facts for train and {len(split.dev)} for dev; "
+            "add records or change --share"
         )
     return split
 
 
 def write_split(split: Split, train: str | Path, dev: str | Path) -> None:
-    """Both files whole, in KILT's form with the question as input."""
+    """Writes both parts in KILT's format."""
     if Path(train).resolve() == Path(dev).resolve():
-        raise InputError(f"expected two files, found {train} for both train and dev; name another one for dev")
+        raise InputError(f"--train and --dev are the same file, {train}; choose two files")
     refuse_gz(train)
     refuse_gz(dev)
     with atomic_file(train) as train_scratch, atomic_file(dev) as dev_scratch:

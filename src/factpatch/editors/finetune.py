@@ -1,4 +1,4 @@
-"""The baselines: fine-tuning on one fact, freely or within bounds (Zhu et al., 2020), and a single gradient step."""
+"""Baselines: fine-tuning on one fact, freely or within bounds (Zhu et al., 2020), and a single gradient step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from factpatch.deltas import Delta, Dense, LowRank
+from factpatch.deltas import Dense, LowRank, unstack
 from factpatch.editors.base import EditMethod
 from factpatch.engine import capture, edited
 from factpatch.errors import InputError
@@ -18,21 +18,21 @@ from factpatch.models import Rows, TaskModel
 from factpatch.models.layers import block_names
 from factpatch.patch import Patch, weight_shape
 
-BOUNDS = (1e-3, 5e-4, 1e-4, 5e-5, 1e-5)  # the paper's choices for Zhu et al.
-MEMORY = {"cpu": 2 << 30, "cuda": 24 << 30}  # bytes that edits made side by side may take
+BOUNDS = (1e-3, 5e-4, 1e-4, 5e-5, 1e-5)  # bounds that De Cao et al. (2021) tried for Zhu et al.
+MEMORY = {"cpu": 2 << 30, "cuda": 24 << 30}  # bytes for the tensors of all edits in a batch
 MOST_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
 class FineTune(EditMethod):
-    """RMSprop on ⟨x, a⟩ until the model says a; patches are dense.
+    """Runs RMSprop on ⟨x, a⟩ until the model predicts a. Patches are dense.
 
-    Edits run side by side, each with a change of its own. An edit that has succeeded is not changed any further.
+    The edits of a batch share forwards, each with its own change. An edit that has succeeded is not changed further.
     """
 
     layers: str = "all"  # or one block, such as bert.encoder.layer.0
     lr: float = 1e-5
-    steps: int = 100  # at most
+    steps: int = 100  # maximum
     bound: ClassVar[float | None] = None
 
     @property
@@ -40,7 +40,8 @@ class FineTune(EditMethod):
         return "finetune"
 
     def at_once(self, model: TaskModel) -> int:
-        return at_once(model, chosen_layers(model, self.layers), tensors=4)  # change, gradient, its square, a copy
+        # Four tensors per edit: the change, its gradient, RMSprop's mean square and a copy.
+        return dense_edits_at_once(model, chosen_layers(model, self.layers), tensors=4)
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
         return {"layers": self.layers, "bound": self.bound}
@@ -64,15 +65,15 @@ class FineTune(EditMethod):
         rows = model.rows([edit.x for edit in edits], [edit.a for edit in edits])
         for _ in range(self.steps):
             with edited(layers, {name: Dense(change) for name, change in changes.items()}):
-                said = [ranked[0] for ranked in model.decide(rows, edits=len(edits))]
-                failed = [not same(text, edit.a) for text, edit in zip(said, edits, strict=True)]
+                answers = [ranked[0] for ranked in model.decide(rows, edits=len(edits))]
+                failed = [not same(answer, edit.a) for answer, edit in zip(answers, edits, strict=True)]
                 if not any(failed):
                     break
                 gradients = self._gradients(model, rows, changes)
-            going = torch.tensor(failed, device=model.device)[:, None, None]
+            pending = torch.tensor(failed, device=model.device)[:, None, None]
             for change, gradient in zip(changes.values(), gradients, strict=True):
-                change.grad = gradient.where(going, 0.0)
-            # A gradient of nothing moves nothing, so an edit that has taken stays as it is.
+                # RMSprop does not move weights whose gradient is zero, so edits that have succeeded stay as they are.
+                change.grad = gradient.where(pending, 0.0)
             optimizer.step()
             for change in changes.values():
                 change.grad = None
@@ -81,7 +82,7 @@ class FineTune(EditMethod):
         finite = torch.stack([change.isfinite().flatten(1).all(1) for change in changes.values()]).all(0)  # (edits,)
         for edit, is_finite in zip(edits, finite.tolist(), strict=True):
             if not is_finite:
-                raise InputError(f"fine-tuning ended in weights that are not finite, for {edit.x!r}; lower lr")
+                raise InputError(f"fine-tuning diverged for {edit.x!r}: weights are not finite; lower lr")
         return [
             Patch({n: Dense(c[e].clone()) for n, c in changes.items()}, model.fingerprint, self.name, (edit,))
             for e, edit in enumerate(edits)
@@ -92,7 +93,7 @@ class FineTune(EditMethod):
         with torch.enable_grad():
             for change in changes.values():
                 change.requires_grad_(True)
-            # Summed over edits, each of which has weights of its own: every gradient is that of its edit alone.
+            # Each edit has its own weights, so the gradient of the sum is each edit's own gradient.
             gradients = torch.autograd.grad(model.losses(rows).sum(), list(changes.values()))
         for change in changes.values():
             change.requires_grad_(False)
@@ -101,10 +102,7 @@ class FineTune(EditMethod):
 
 @dataclass(frozen=True)
 class Zhu(FineTune):
-    """Fine-tuning that keeps every weight within ±bound of its original value (Zhu et al., 2020).
-
-    The change is projected back after each step.
-    """
+    """Fine-tuning that projects every weight back to within ±bound of its original value after each step."""
 
     bound: float = field(kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride] (a field here)
 
@@ -115,7 +113,7 @@ class Zhu(FineTune):
 
 @dataclass(frozen=True)
 class GradientStep(EditMethod):
-    """One plain step down the gradient of ⟨x, a⟩, to compare other updates with."""
+    """One plain gradient step on ⟨x, a⟩, a reference for the updates of other methods."""
 
     layers: str = "all"
     lr: float = 1e-2
@@ -138,15 +136,16 @@ class GradientStep(EditMethod):
         patches: list[Patch] = []
         for start in range(0, len(edits), MOST_AT_ONCE):
             batch = edits[start : start + MOST_AT_ONCE]
-            traces = capture(layers, lambda b=batch: model.losses(model.rows([e.x for e in b], [e.a for e in b])))
-            for i, edit in enumerate(batch):
-                deltas: dict[str, Delta] = {n: LowRank(t.X[i].clone(), -self.lr * t.D[i]) for n, t in traces.items()}
-                patches.append(Patch(deltas, model.fingerprint, self.name, (edit,)))
+            rows = model.rows([edit.x for edit in batch], [edit.a for edit in batch])
+            traces = capture(layers, lambda rows=rows: model.losses(rows))
+            steps = unstack({name: LowRank(trace.X, -self.lr * trace.D) for name, trace in traces.items()})
+            for edit, step in zip(batch, steps, strict=True):
+                patches.append(Patch({**step}, model.fingerprint, self.name, (edit,)))
         return patches
 
 
 def chosen_layers(model: TaskModel, choice: str) -> dict[str, nn.Module]:
-    """All editable layers, or those of one block."""
+    """The editable layers of one block, or all of them."""
     if choice == "all":
         return model.layers
     found = {name: layer for name, layer in model.layers.items() if name.startswith(f"{choice}.")}
@@ -156,7 +155,7 @@ def chosen_layers(model: TaskModel, choice: str) -> dict[str, nn.Module]:
     return found
 
 
-def at_once(model: TaskModel, layers: Mapping[str, nn.Module], tensors: int) -> int:
-    """How many dense edits fit side by side, with so many tensors of a change's size each."""
+def dense_edits_at_once(model: TaskModel, layers: Mapping[str, nn.Module], tensors: int) -> int:
+    """How many dense edits fit into memory, with a number of tensors of the layers' size each."""
     values = sum(out * in_ for out, in_ in map(weight_shape, layers.values()))
     return max(1, min(MOST_AT_ONCE, MEMORY.get(model.device.type, MEMORY["cpu"]) // (4 * tensors * values)))

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from factpatch.deltas import Delta
 from factpatch.editors.network import EditorConfig, FactEncoder, WeightGroup
-from factpatch.editors.trainable import Condition, EditBatch, TrainableEditor
-from factpatch.engine import Trace, capture, edited
+from factpatch.editors.trainable import Condition, TrainableEditor
+from factpatch.engine import Trace
 from factpatch.facts import FactEdit
-from factpatch.models import TaskModel
 
 
 class HyperNetwork(TrainableEditor):
@@ -47,8 +46,9 @@ class HyperNetwork(TrainableEditor):
         return cls(shapes, embeddings, base, config)
 
     def size(self) -> int:
-        """Number of parameters without the embedding."""
-        return sum(p.numel() for p in self.parameters()) - self.fact_encoder.embedding.weight.numel()
+        """Number of parameters of the networks, without the embedding."""
+        networks = (self.fact_encoder, self.groups)
+        return sum(p.numel() for one in networks for p in one.parameters()) - self.fact_encoder.embedding.weight.numel()
 
     def condition_text(self, edit: FactEdit) -> str:
         """The edit as text. It is read by the LSTM only, never parsed back, and never truncated."""
@@ -65,12 +65,6 @@ class HyperNetwork(TrainableEditor):
                 factors = gates.factors(chosen, [traces[name] for name in names], self.config.gradients)
                 deltas |= zip(names, factors, strict=True)
         return deltas
-
-    def update(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Delta]:
-        layers = {name: model.layers[name] for name in self.shapes}
-        with edited(layers, under or {}):
-            traces = capture(layers, lambda: model.losses(batch.rows))
-        return self(batch.condition, traces)
 
 
 def _alike(names: Sequence[str], traces: Mapping[str, Trace]) -> list[list[int]]:

@@ -13,7 +13,6 @@ from factpatch.deltas import LowRank, aligned
 from factpatch.editors.trainable import Condition
 from factpatch.engine import Trace
 from factpatch.errors import InputError
-from factpatch.kernels import has_kernels
 
 
 @dataclass(frozen=True)
@@ -72,16 +71,6 @@ class Gates:
         """A = [X ⊙ c ; c'] and B = s · [D ⊙ r ; r'] of weights whose traces have one shape, in the model's dtype."""
         vectors = (self.gradient_in, self.bias_in, self.gradient_out, self.bias_out)
         X, D = [trace.X for trace in traces], [trace.D for trace in traces]
-        if gradients and X[0].is_cuda and X[0].shape[1] < 512 and has_kernels(X[0].device):
-            from factpatch.kernels.gates import GatedTokens
-
-            rank = aligned(X[0].shape[1] + 1, X[0])
-            unbound = [vector.unbind(0) for vector in vectors]
-            per_weight = [[vector[i] for vector in unbound] for i in chosen]
-            return [
-                LowRank(GatedTokens.apply(x, a, a_bias, rank), GatedTokens.apply(d, r, r_bias, rank))
-                for x, d, (a, a_bias, r, r_bias) in zip(X, D, per_weight, strict=True)
-            ]
         a, a_bias, r, r_bias = (
             _picked(v, chosen).unsqueeze(2).to(X[0].dtype) for v in vectors
         )  # (weights, edits, 1, in or out)

@@ -15,8 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from factpatch.deltas import Delta, LowRank
+from factpatch.deltas import Delta, LowRank, unstack
 from factpatch.editors.base import EditMethod
+from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.files import atomic_folder
@@ -44,7 +45,7 @@ class EditBatch:
 
 
 class TrainableEditor(nn.Module, EditMethod, ABC):
-    """An editor for one model. Subclasses supply `update` and `condition_text`; the rest follows from them.
+    """An editor for one model. Subclasses supply `build`, `forward` and `condition_text`.
 
     `name` is the name under which the class is registered. It is saved as the editor's `kind`, so that `load_editor`
     finds the class that can read the folder.
@@ -59,6 +60,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         self.shapes = dict(shapes)
         self.base = base
         self.config = config
+        # log λ of each weight: how strongly other inputs are protected when the editor's patches are merged.
+        self.log_ridge = nn.Parameter(torch.zeros(len(self.shapes)))
 
     @classmethod
     def for_model(cls, model: TaskModel, config: Any = None, layers: Sequence[str] = ("*",)) -> Self:
@@ -78,11 +81,22 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         """The text to read about an edit; empty if the editor reads none."""
 
     @abstractmethod
-    def update(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Delta]:
-        """One update per edit as a stack per weight, differentiable in the editor's parameters.
+    def forward(self, condition: Condition, traces: Mapping[str, Trace]) -> dict[str, Delta]:
+        """One update per edit as a stack per weight, from the edits' texts and what each layer saw of them."""
 
-        It is computed on the unedited model, or on the model `under` the changes of earlier updates.
-        """
+    def trace(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Trace]:
+        """What each layer sees of the edits, on the unedited model or `under` the changes of earlier updates."""
+        layers = {name: model.layers[name] for name in self.shapes}
+        with edited(layers, under or {}):
+            return capture(layers, lambda: model.losses(batch.rows))
+
+    def update(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Delta]:
+        """One update per edit as a stack per weight, differentiable in the editor's parameters."""
+        return self(batch.condition, self.trace(model, batch, under))
+
+    def ridges(self) -> dict[str, Tensor]:
+        """λ of each weight."""
+        return dict(zip(self.shapes, self.log_ridge.exp().unbind(), strict=True))
 
     def batch(self, model: TaskModel, edits: Sequence[FactEdit]) -> EditBatch:
         """The edits as tensors on the model's device. Their `y` must be known."""
@@ -130,16 +144,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
     def patches(self, edits: Sequence[FactEdit], deltas: Mapping[str, Delta]) -> list[Patch]:
         """Cuts stacks into one patch per edit, without the rows of B that are zero, as those of padding are."""
         _check_finite(deltas)
-        factors = {name: delta for name, delta in deltas.items() if isinstance(delta, LowRank)}
-        # One transfer for all weights: a GPU would otherwise wait at each of thousands of small ones.
-        used = torch.cat([f.B.ne(0).any(-1) for f in factors.values()], dim=1).cpu()  # (edits, ranks)
-        per_weight = zip(factors, used.split([f.rank for f in factors.values()], dim=1), strict=True)
-        per_edit: list[dict[str, Delta]] = [{} for _ in edits]
-        for name, used_rows in per_weight:
-            for e, (changes, rows) in enumerate(zip(per_edit, used_rows, strict=True)):
-                A, B = factors[name].A[e], factors[name].B[e]
-                changes[name] = LowRank(_used(A, rows), _used(B, rows))
-        return [Patch(changes, self.base, self.name, (edit,)) for edit, changes in zip(edits, per_edit, strict=True)]
+        per_edit = unstack({name: delta for name, delta in deltas.items() if isinstance(delta, LowRank)})
+        return [Patch({**own}, self.base, self.name, (edit,)) for edit, own in zip(edits, per_edit, strict=True)]
 
     def prepare(self, model: TaskModel) -> None:
         """Checks that the editor fits the model and moves it to the model's device."""
@@ -187,6 +193,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
             with torch.device("meta"):
                 embeddings = next((t for name, t in state.items() if name.endswith("embedding.weight")), torch.empty(0))
                 editor = cls.build(shapes, torch.empty_like(embeddings, device="meta"), saved["base"], config)
+            state.setdefault("log_ridge", torch.zeros(len(shapes), device=device))  # version 0.1 had none
             editor.load_state_dict(state, assign=True)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
@@ -216,13 +223,3 @@ def _check_finite(deltas: Mapping[str, Delta]) -> None:
     for name, is_fine in zip(deltas, torch.stack(fine).tolist(), strict=True):
         if not is_fine:
             raise InputError(f"the update of {name} is not finite; load the model in float32 or bfloat16")
-
-
-def _used(factor: Tensor, rows: Tensor) -> Tensor:
-    """A copy of the rows that are used: mostly all of them, or all but the padding before the last."""
-    tokens = int(rows[:-1].sum())
-    if rows.all():
-        return factor.clone()
-    if rows[-1] and rows[:tokens].all():
-        return torch.cat([factor[:tokens], factor[-1:]])
-    return factor[rows.nonzero().squeeze(1).to(factor.device)]

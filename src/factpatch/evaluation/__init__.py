@@ -1,7 +1,25 @@
-"""Any EditMethod, measured on revisions."""
+"""Evaluation: runs any EditMethod over a revision set, one edit at a time or many facts together."""
 
 from factpatch.data.revisions import editable, teachable
+from factpatch.evaluation.baselines import count_choices, select
 from factpatch.evaluation.measure import measure, predicted_now
-from factpatch.evaluation.run import evaluate, precise, sampled, select, tries
+from factpatch.evaluation.run import evaluate, precise, sampled
+from factpatch.evaluation.summary import Result, Summary
+from factpatch.evaluation.together import MERGES, Together, count_joint_edits
 
-__all__ = ["editable", "evaluate", "measure", "precise", "predicted_now", "sampled", "select", "teachable", "tries"]
+__all__ = [
+    "MERGES",
+    "Result",
+    "Summary",
+    "Together",
+    "count_choices",
+    "count_joint_edits",
+    "editable",
+    "evaluate",
+    "measure",
+    "precise",
+    "predicted_now",
+    "sampled",
+    "select",
+    "teachable",
+]

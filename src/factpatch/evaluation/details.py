@@ -1,4 +1,4 @@
-"""What the figures show beyond rates: sizes and directions of updates, scores before and after, beams."""
+"""Details for the report's figures: sizes and directions of updates, scores before and after, best answers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from factpatch.data.revisions import Revision
+from factpatch.data.revisions import Revision, own_forms
 from factpatch.deltas import Delta, LowRank
 from factpatch.engine import edited
 from factpatch.evaluation.measure import Examined, Examiner
-from factpatch.facts import normalize
+from factpatch.facts import normalize, same
 from factpatch.files import atomic_file
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
 
-SKETCH = 1024  # numbers that stand for an update
-EDITS, EDITS_WITH_SCORES, INPUTS_WITH_SCORES = 32, 16, 500  # that are looked at closely
+SKETCH = 1024  # length of the vector that stands for an update
+EDITS, EDITS_WITH_SCORES, INPUTS_WITH_SCORES = 32, 16, 500  # at most this many are kept in detail
 EXAMPLES = 3
 
 
@@ -33,44 +34,46 @@ def write_details(
     revisions: Sequence[Revision],
     examined: Sequence[Examined],
 ) -> None:
-    """Of a few edits: details.safetensors and examples.json."""
+    """Writes details.safetensors and examples.json for the first few edits."""
     names = list(patches[0].deltas)
     patches, revisions = patches[:EDITS], revisions[:EDITS]
+    with_scores = list(zip(revisions, examined, strict=False))[:EDITS_WITH_SCORES]
     tensors = {
-        "magnitudes": torch.stack([_size_of(name, patches) for name in names]).float(),
+        "magnitudes": torch.stack([_mean_size(name, patches) for name in names]).float(),
         "sketches": torch.stack(sketches([patch.deltas for patch in patches])),
-        **_scores(examiner, revisions, examined),
+        **_scores(examiner, with_scores),
     }
     metadata = {
         "weights": json.dumps([name.removesuffix(".weight") for name in names]),
         "edits": json.dumps([revision.id for revision in revisions]),
+        "scored": json.dumps([len(with_scores), min(INPUTS_WITH_SCORES, len(examiner.others))]),  # edits, inputs
     }
     with atomic_file(folder / "details.safetensors") as scratch:
         save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, scratch, metadata)
     examples = [
-        _example(examiner.model, p, r, examiner.others)
-        for p, r in list(zip(patches, revisions, strict=True))[:EXAMPLES]
+        _example(examiner.model, patch, revision, examiner.others)
+        for patch, revision in list(zip(patches, revisions, strict=True))[:EXAMPLES]
     ]
     with atomic_file(folder / "examples.json") as scratch:
         scratch.write_text(json.dumps(examples, ensure_ascii=False, indent=2) + "\n")
 
 
-def _size_of(name: str, patches: Sequence[Patch]) -> Tensor:
-    """The root mean square of a weight's change, averaged over edits."""
+def _mean_size(name: str, patches: Sequence[Patch]) -> Tensor:
+    """Root mean square of a weight's change, averaged over edits."""
     out, in_ = patches[0].deltas[name].shape
     return torch.stack([patch.deltas[name].norm() for patch in patches]).mean() / (out * in_) ** 0.5
 
 
 def sketches(updates: Sequence[Mapping[str, Delta]]) -> list[Tensor]:
-    """Each update as a short vector, such that cosines of vectors are, nearly, cosines of updates.
+    """Projects each update to a short vector, such that cosines between vectors approximate those between updates.
 
-    Entry k is Σ uₖᵀ ΔW vₖ over the weights, with random uₖ and vₖ that depend on the weight's name alone.
+    Entry k is Σ uₖᵀ ΔW vₖ over the weights, with random uₖ and vₖ that depend only on the weight's name.
     """
     totals = [torch.zeros(SKETCH) for _ in updates]
     for name, first in updates[0].items():
         out, in_ = first.shape
-        chance = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        u, v = (torch.randn(SKETCH, width, generator=chance) for width in (out, in_))
+        rng = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        u, v = (torch.randn(SKETCH, width, generator=rng) for width in (out, in_))
         for total, update in zip(totals, updates, strict=True):
             total += _projected(update[name], u, v).cpu()
     return totals
@@ -84,19 +87,18 @@ def _projected(delta: Delta, u: Tensor, v: Tensor) -> Tensor:
     return ((u.to(dense.device) @ dense) * v.to(dense.device)).sum(-1)
 
 
-def _scores(examiner: Examiner, revisions: Sequence[Revision], examined: Sequence[Examined]) -> dict[str, Tensor]:
-    """Scores of other inputs' original predictions before and after, and where the prediction is another now."""
+def _scores(examiner: Examiner, examined: Sequence[tuple[Revision, Examined]]) -> dict[str, Tensor]:
+    """Scores of the control inputs' original predictions before and after, and which predictions changed."""
     before: list[float] = []
     after: list[float] = []
     changed: list[bool] = []
-    for revision, one in list(zip(revisions, examined, strict=False))[:EDITS_WITH_SCORES]:
+    for revision, one in examined:
         assert one.scores is not None
         assert examiner.scores_before is not None
-        for i, other in enumerate(examiner.others[:INPUTS_WITH_SCORES]):
-            if normalize(other.input) != normalize(revision.input):
-                before.append(float(examiner.scores_before[i]))
-                after.append(float(one.scores[i]))
-                changed.append(normalize(one.says_others[i]) != normalize(other.prediction))
+        for i in np.flatnonzero(examiner.controls.apart_from([revision])[:INPUTS_WITH_SCORES]):
+            before.append(float(examiner.scores_before[i]))
+            after.append(float(one.scores[i]))
+            changed.append(not same(one.says_others[i], examiner.others[i].prediction))
     return {
         "scores_before": torch.tensor(before),
         "scores_after": torch.tensor(after),
@@ -105,18 +107,21 @@ def _scores(examiner: Examiner, revisions: Sequence[Revision], examined: Sequenc
 
 
 def _example(model: TaskModel, patch: Patch, revision: Revision, others: Sequence[Revision]) -> dict[str, Any]:
-    """The best outputs before and after, for the edited input, a paraphrase and an unrelated input."""
-    paraphrases = [*revision.human_rephrases, *revision.rephrases]
-    unrelated = [other.input for other in others if normalize(other.input) != normalize(revision.input)]
-    texts = [("input", [revision.input]), ("paraphrase", paraphrases), ("unrelated", unrelated)]
+    """The best answers before and after, for the edited input, a paraphrase and a control input."""
+    own = own_forms(revision)
+    texts = {
+        "input": [revision.input],
+        "paraphrase": [*revision.human_rephrases, *revision.rephrases],
+        "unrelated": [other.input for other in others if normalize(other.input) not in own],
+    }
     rows = []
-    for kind, found in texts:
+    for kind, found in texts.items():
         if not found:
             continue
         encoded = model.encode(found[:1], model.max_input_tokens)
-        before = model.rank(encoded)[0]
+        before = model.candidates_encoded(encoded)[0]
         with edited(model.layers, stack_patches([patch], model.layers)):
-            after = model.rank(encoded)[0]
+            after = model.candidates_encoded(encoded)[0]
         rows.append({"kind": kind, "text": found[0], "before": before, "after": after})
     edit = patch.edits[0]
     return {"edit": {"x": edit.x, "y": edit.y, "a": edit.a}, "rows": rows}

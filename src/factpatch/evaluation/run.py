@@ -1,4 +1,4 @@
-"""A method on a revision set, at scale: results a line an edit, so that a killed run goes on where it stopped."""
+"""Evaluates a method on a revision set. Results are written line by line, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -7,54 +7,53 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 
 from factpatch.backends import tensor_core_products
 from factpatch.data.revisions import Revision, edit_of, editable
 from factpatch.device import find_dtype, surroundings
-from factpatch.editors import BOUNDS, EditMethod, FineTune, Zhu
-from factpatch.errors import FileError, InputError
+from factpatch.editors import EditMethod
+from factpatch.errors import FactpatchError, FileError, InputError
 from factpatch.evaluation.details import write_details
-from factpatch.evaluation.measure import Examined, Examiner, measure, predicted_now
-from factpatch.files import ResumableLines, atomic_file
-from factpatch.jsonl import read_jsonl
-from factpatch.metrics import Outcome, intervals, summary
+from factpatch.evaluation.lines import edit_line, open_lines, outcome_of, write_shared
+from factpatch.evaluation.measure import Examiner, predicted_now
+from factpatch.evaluation.summary import FILE, Conditions, Result, Summary
+from factpatch.evaluation.together import Together, count_joint_edits, measure_together
+from factpatch.files import ResumableLines
 from factpatch.models import Classifier, TaskModel
-from factpatch.models.layers import block_names
 from factpatch.patch import stack_patches
 from factpatch.processes import from_first, join_processes
 
-SELECT_EDITS, SELECT_INPUTS = 50, 200  # that a baseline's block and bound are chosen on
+Progress = Callable[[int], object]
 
 
 @contextmanager
 def precise(model: TaskModel, precision: str | None, baseline: bool) -> Iterator[None]:
-    """The model in the precision asked for, or in the one that its edits are measured in.
+    """Runs a block in the given precision, or in the default precision for measuring edits.
 
-    Answers are searched for among near ties, and fine-tuning, the baseline, stops at one: bf16's rounding would decide
-    some of them anew, so they are float32; an editor's on a GPU with TF32 products, whose fractions have ten bits.
+    Searches for answers meet near ties, and fine-tuning, the baseline, stops at one. The rounding of bf16 would decide
+    some of these differently, so the default for both is float32; trained editors use TF32 products on a GPU.
     """
     near_ties = baseline or model.near_ties
-    model.cast(find_dtype(precision or ("fp32" if near_ties else None), model.device.type))
-    with tensor_core_products() if precision is None and not baseline else nullcontext():
+    dtype = find_dtype(precision or ("fp32" if near_ties else None), model.device.type)
+    with model.in_precision(dtype), tensor_core_products() if precision is None and not baseline else nullcontext():
         yield
 
 
 def sampled(
     model: TaskModel, revisions: Sequence[Revision], edits: int | None, retain: int | None, seed: int
 ) -> tuple[list[Revision], list[Revision]]:
-    """Revisions to edit, and other inputs to try each edit on; all of them, where no number is given."""
-    chance = random.Random(seed)
+    """Samples revisions to edit, and control inputs. None stands for all."""
+    rng = random.Random(seed)
     candidates = editable(model, revisions)
     if not candidates:
-        raise InputError("expected revisions with alternatives, found none; make them with factpatch revise")
-    order = chance.sample(candidates, len(candidates))
-    others = chance.sample(list(revisions), len(revisions))
+        raise InputError("no revision has an alternative answer to edit to; make revisions with factpatch revise")
+    order = rng.sample(candidates, len(candidates))
+    others = rng.sample(list(revisions), len(revisions))
     return order[:edits], others[:retain]
 
 
@@ -65,157 +64,123 @@ def evaluate(
     others: Sequence[Revision],
     folder: Path,
     settings: dict[str, Any],
-    on_done: Callable[[int], object] = lambda edits: None,
-) -> dict[str, Any]:
-    """Writes edits.jsonl, details.safetensors, examples.json and, at last, summary.json; returns the result.
+    on_done: Progress = lambda edits: None,
+    together: Together | None = None,
+    tried: Sequence[dict[str, Any]] = (),
+) -> Result | None:
+    """Measures a method and writes edits.jsonl, details.safetensors, examples.json and, at the end, summary.json.
 
-    What `settings` say is told in summary.json. A folder in which the same was finished before is left as it is. Edits
-    and other inputs are taken with what the model says to them now, not when their file was made. Several processes
-    share the batches of edits; the first writes.
+    `others` are the control inputs. `settings` are recorded in summary.json, as is what `select` has `tried`. With
+    `together`, edits are also measured in groups, and written to together.jsonl. A folder that already holds the
+    finished results of the same run is left as it is. Predictions are recomputed, not taken from the revision file.
+    Several processes share the work; only the main one writes, and the others return None.
     """
     state = join_processes(model.device)
-    about = _about(method, model, edits, others, settings)
-    if finished := from_first(_finished(folder, about)):
-        on_done(finished["edits"])
-        return finished if state.is_main_process else {}
+    conditions = _conditions(method, model, edits, others, settings, together)
+    if finished := from_first(_finished(folder, conditions)):
+        on_done(finished.edits + sum(point.result.edits for point in finished.curve))
+        return finished if state.is_main_process else None
     edits, others = from_first((editable(model, predicted_now(model, edits)), predicted_now(model, others)))
     if not edits:
-        raise InputError("nothing to edit: the model says every alternative already, or cannot say it")
-    size = method.at_once(model)
-    batches = [edits[start : start + size] for start in range(0, len(edits), size)]
-    # The last batch may be short: chunks of one line keep what is whole, and batches start anew from there.
-    lines = (
-        ResumableLines(folder / "edits.jsonl", {**_identity(about), "ids": [revision.id for revision in edits]}, 1)
-        if state.is_main_process
-        else None
-    )
-    done = from_first(lines.done // size * size if lines else 0)
-    if lines:
-        lines.keep(done)
-    on_done(done)
-    examiner = Examiner(model, others, size, scores=True)
-    for first in range(done // size, len(batches), state.num_processes):
-        mine = first + state.process_index
-        found: list[tuple[Revision, Examined]] = []
-        if mine < len(batches):
-            asked = [edit_of(revision) for revision in batches[mine]]
-            # Only the first edits are drawn one by one; the others need not be cut into patches.
-            patches = method.propose(model, asked) if mine == 0 else []
-            changes = stack_patches(patches, model.layers) if patches else method.changes(model, asked)
-            found = list(zip(batches[mine], examiner.examine(changes, batches[mine]), strict=True))
-            if patches:
-                write_details(folder, examiner, patches, batches[0], [examined for _, examined in found])
-        rows = [_line(revision, examined) for revision, examined in found]
-        rows = gather_object(rows) if state.num_processes > 1 else rows
-        if lines:
-            lines.write(rows)
-        on_done(len(rows))
-    if lines is None:
-        return {}
-    result = _result(lines.part, len(others), lines.seconds())
-    with atomic_file(folder / "summary.json") as scratch:
-        scratch.write_text(json.dumps({**about, **surroundings(model.device), "result": result}, indent=2) + "\n")
-        lines.finish()  # with the summary safe, of which only the name is missing
+        raise InputError("nothing to edit: the model already gives every alternative, or cannot give it")
+    if together:
+        count_joint_edits(len(edits), together.sizes)  # fails now rather than after hours of single edits
+    identity = {**asdict(conditions), "ids": [revision.id for revision in edits]}
+    lines, result = _measure_each(method, model, edits, others, folder, identity, on_done)
+    joint: ResumableLines | None = None
+    if together:
+        joint, curve = measure_together(method, model, edits, others, together, folder, identity, on_done)
+        result = replace(result, curve=curve) if result else None
+    if lines is None or result is None:
+        return None
+
+    def finish() -> None:
+        for file in (lines, joint):
+            if file:
+                file.finish()
+
+    Summary(conditions, result, list(tried), surroundings(model.device)).write(folder, finish)
     return result
 
 
-def _about(
+def _measure_each(
+    method: EditMethod,
+    model: TaskModel,
+    edits: Sequence[Revision],
+    others: Sequence[Revision],
+    folder: Path,
+    identity: dict[str, Any],
+    on_done: Progress,
+) -> tuple[ResumableLines | None, Result | None]:
+    """Measures each edit on its own and writes one line per edit; the caller finishes the lines' file."""
+    size = method.at_once(model)
+    batches = [edits[start : start + size] for start in range(0, len(edits), size)]
+    lines = open_lines(folder / "edits.jsonl", identity)
+    # A run resumes after the last whole batch; only the very last batch may be shorter than the others.
+    done = from_first((len(batches) if lines.done == len(edits) else lines.done // size) if lines else 0)
+    if lines:
+        lines.keep(min(done * size, len(edits)))
+    on_done(min(done * size, len(edits)))
+    examiner = Examiner(model, others, size, scores=True) if done < len(batches) else None
+
+    def make_lines(number: int) -> list[str]:
+        assert examiner is not None
+        batch = batches[number]
+        asked = [edit_of(revision) for revision in batch]
+        # Figures show single edits of the first batch; the others need not be cut into patches.
+        patches = method.propose(model, asked) if number == 0 else []
+        changes = stack_patches(patches, model.layers) if patches else method.changes(model, asked)
+        examined = examiner.examine(changes, batch)
+        if patches:
+            write_details(folder, examiner, patches, batch, examined)
+        return [edit_line(revision, one) for revision, one in zip(batch, examined, strict=True)]
+
+    write_shared(lines, range(done, len(batches)), make_lines, on_done)
+    if lines is None:
+        return None, None
+    return lines, Result.of(list(map(outcome_of, lines.lines())), len(others), lines.seconds())
+
+
+def _conditions(
     method: EditMethod,
     model: TaskModel,
     edits: Sequence[Revision],
     others: Sequence[Revision],
     settings: dict[str, Any],
-) -> dict[str, Any]:
-    """What is measured, and how."""
-    lines = [[revision.to_json() for revision in part] for part in (edits, others)]
-    return {
+    together: Together | None,
+) -> Conditions:
+    revisions = [[revision.to_json() for revision in part] for part in (edits, others)]
+    known = {
         "task": "classify" if isinstance(model, Classifier) else "answer",
-        "fingerprint": model.fingerprint,
         "method": method.name,
-        "layers": "all",
-        "bound": None,
-        "loop": 1,
-        "editor_hash": None,
+        "model_kind": f"{model.model.config.model_type}, {_rounded(model.model.num_parameters())} parameters",
+        "fingerprint": model.fingerprint,
         **method.describe(model),
         **settings,
-        "revisions": hashlib.sha256(json.dumps(lines).encode()).hexdigest(),
+        "revisions": hashlib.sha256(json.dumps(revisions).encode()).hexdigest(),
         "precision": str(model.model.dtype).removeprefix("torch."),
         "products": torch.get_float32_matmul_precision(),
+        "together": list(together.sizes) if together else [],
+        "merge": together.merge if together else None,
     }
+    return Conditions.collect(json.loads(json.dumps(known)))
 
 
-def _identity(about: dict[str, Any]) -> dict[str, Any]:
-    """What a run must share with the one that it goes on with."""
-    return {key: value for key, value in about.items() if key != "tried"}
+def _rounded(count: int) -> str:
+    """A count with three digits: 4.42M."""
+    power = min(3, (len(str(count)) - 1) // 3)
+    return f"{count / 1000**power:.3g}{['', 'K', 'M', 'B'][power]}"
 
 
-def _finished(folder: Path, about: dict[str, Any]) -> dict[str, Any] | None:
-    """The result, if the same was measured there before; a folder with another one is refused."""
-    if not (path := folder / "summary.json").exists():
+def _finished(folder: Path, conditions: Conditions) -> Result | None:
+    """The result of an earlier run under the same conditions; a folder with other results is refused."""
+    if not (folder / FILE).exists():
         return None
     try:
-        found = json.loads(path.read_text())
-        if all(found.get(key) == value for key, value in json.loads(json.dumps(_identity(about))).items()):
-            return found["result"]
-    except (OSError, ValueError, AttributeError, KeyError):
-        pass
-    raise FileError(f"{folder} holds the results of something else; choose another --output")
-
-
-def _line(revision: Revision, examined: Examined) -> str:
-    about = {
-        "id": revision.id,
-        "input": revision.input,
-        "prediction": revision.prediction,
-        "target": revision.alternatives[0],
-        "says": examined.says[revision.input],
-    }
-    return json.dumps({**about, **asdict(examined.outcome)}, ensure_ascii=False)
-
-
-def _result(lines: Path, inputs: int, seconds: float) -> dict[str, Any]:
-    names = [field.name for field in fields(Outcome)]
-    outcomes = list(read_jsonl(lines, lambda line: Outcome(**{name: line[name] for name in names})))
-    return {
-        **summary(outcomes),
-        "intervals": intervals(outcomes),
-        "edits": len(outcomes),
-        "retain_inputs": inputs,
-        "seconds": seconds,
-    }
-
-
-def select(
-    model: TaskModel,
-    layers: str,
-    bounded: bool,
-    edits: Sequence[Revision],
-    others: Sequence[Revision],
-    on_done: Callable[[int], object] = lambda tried: None,
-) -> tuple[FineTune, list[dict[str, Any]]]:
-    """The block (where layers is "block"), then the bound, with the most success + retain; and all that was tried."""
-    tried: list[dict[str, Any]] = []
-    edits = editable(model, predicted_now(model, edits[:SELECT_EDITS]))
-    others = predicted_now(model, others[:SELECT_INPUTS])
-
-    def best_of(choices: Sequence[tuple[str, float | None]]) -> tuple[str, float | None]:
-        for block, bound in choices:
-            found = summary(measure(_baseline(block, bound), model, edits, others))
-            tried.append({"layers": block, "bound": bound, "success": found["success"], "retain": found["retain"]})
-            on_done(1)
-        here = tried[-len(choices) :]
-        return choices[max(range(len(here)), key=lambda i: (here[i]["success"] or 0) + (here[i]["retain"] or 0))]
-
-    block = best_of([(name, None) for name in block_names(model.layers)])[0] if layers == "block" else layers
-    bound = best_of([(block, bound) for bound in BOUNDS])[1] if bounded else None
-    block, bound, tried = from_first((block, bound, tried))
-    return _baseline(block, bound), tried
-
-
-def _baseline(layers: str, bound: float | None) -> FineTune:
-    return FineTune(layers) if bound is None else Zhu(layers, bound=bound)
-
-
-def tries(model: TaskModel, layers: str, bounded: bool) -> int:
-    """How many settings `select` tries."""
-    return (len(block_names(model.layers)) if layers == "block" else 0) + (len(BOUNDS) if bounded else 0)
+        found = Summary.read(folder)
+    except FactpatchError:
+        raise FileError(f"{folder} holds a damaged {FILE}; choose another --output") from None
+    before, now = asdict(found.conditions), asdict(conditions)
+    if differing := [key for key in now if before[key] != now[key]]:
+        raise FileError(f"{folder} holds other results (different {', '.join(differing)}); choose another --output")
+    return found.result

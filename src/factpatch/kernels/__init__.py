@@ -1,6 +1,6 @@
-"""GPU kernels, written in Triton, for shapes on which torch's own kernels are slow.
+"""GPU kernels, written in Triton, for shapes for which torch's own kernels are slow.
 
-Importing this package does not import Triton, which comes only with torch for GPUs; the modules in it do.
+Importing this package does not import Triton, which comes only with torch for GPUs; importing its modules does.
 """
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ def has_kernels(device: torch.device) -> bool:
 
         one = torch.ones(16, device=device, dtype=torch.bfloat16)
         Norm.apply(one, one, one, 1e-5)
-    except Exception:  # Triton may lack what it needs to compile, such as a C compiler; torch's kernels serve then
+    except Exception:  # Triton may lack something to compile with, such as a C compiler; torch's kernels are used then
         return False
     return True

@@ -1,7 +1,7 @@
-"""Attention between short texts.
+"""Attention within and between short texts.
 
-One program holds all of one row and head: queries (Q, width), keys and values (K, width). Nothing between the inputs
-and the output is written to memory, and the way back computes it anew.
+One program computes one row and head: queries (Q, width), keys and values (K, width). No intermediate result is written
+to memory; the backward pass computes the attention weights again.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import triton  # pyright: ignore[reportMissingImports] (comes with torch for GPU
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-WARPS = (1, 2)  # there, and back, for each 1024 values of a tile
-NEVER = tl.constexpr(-1e30)  # the score of what is masked; finite, so that a row without anything to see stays finite
+WARPS = (1, 2)  # per 1024 values of a tile, in the forward and in the backward pass
+NEVER = tl.constexpr(-1e30)  # score of masked keys; finite, so that a row in which all are masked stays finite
 
 
 @triton.jit
 def _tile(start, stride_token, tokens, width: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
-    """Tokens and widths of one row and head, zeros beyond its edges."""
-    token, place = tl.arange(0, TOKENS)[:, None], tl.arange(0, WIDTH)[None, :]
-    return start + token * stride_token + place, (token < tokens) & (place < width)
+    """Addresses of one row and head, and which of them lie inside it."""
+    token, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, WIDTH)[None, :]
+    return start + token * stride_token + column, (token < tokens) & (column < width)
 
 
 @triton.jit
@@ -38,13 +38,13 @@ def _write(values, start, stride_token, tokens, width: tl.constexpr, TOKENS: tl.
 
 @triton.jit
 def _weights(q, k, mask, stride_query, stride_key, queries, keys, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
-    """softmax(q kᵀ · scale) where it may be seen: (Q, K)."""
+    """Attention weights softmax(q kᵀ · scale) with masked keys left out: (Q, K)."""
     scores = tl.dot(q, tl.trans(k)) * scale
     query, key = tl.arange(0, q.shape[0])[:, None], tl.arange(0, k.shape[0])[None, :]
     if MASKED:
         inside = (query < queries) & (key < keys)
-        seen = tl.load(mask + query * stride_query + key * stride_key, mask=inside, other=0)
-        scores = tl.where(seen != 0, scores, NEVER)
+        visible = tl.load(mask + query * stride_query + key * stride_key, mask=inside, other=0)
+        scores = tl.where(visible != 0, scores, NEVER)
     if CAUSAL:
         scores = tl.where(key <= query, scores, NEVER)
     scores = tl.where(key < keys, scores, float("-inf"))
@@ -64,8 +64,8 @@ def _attend(
     k_ = _read(k + row * k_row + head * k_head, k_token, keys, width, K, WIDTH)
     v_ = _read(v + row * v_row + head * v_head, v_token, keys, width, K, WIDTH)
     weights = _weights(q_, k_, mask + row * mask_row, mask_query, mask_key, queries, keys, scale, MASKED, CAUSAL)
-    said = tl.dot(weights.to(v_.dtype), v_)
-    _write(said, out + row * out_row + head * out_head, out_token, queries, width, Q, WIDTH)
+    attended = tl.dot(weights.to(v_.dtype), v_)
+    _write(attended, out + row * out_row + head * out_head, out_token, queries, width, Q, WIDTH)
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
@@ -75,7 +75,7 @@ def _attend_back(
     width: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The gradients are laid out as (rows, tokens, heads, width)."""
+    """Computes the gradients of q, k and v, laid out as (rows, tokens, heads, width)."""
     row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     q_ = _read(q + row * q_row + head * q_head, q_token, queries, width, Q, WIDTH)
     k_ = _read(k + row * k_row + head * k_head, k_token, keys, width, K, WIDTH)
@@ -93,11 +93,12 @@ def _attend_back(
 
 
 class ShortAttention(torch.autograd.Function):
-    """(rows, heads, tokens, width) each, and a mask (rows, 1, queries, keys) of what may be seen, or none."""
+    """Attention over q, k and v (rows, heads, tokens, width) with an optional mask (rows, 1, queries, keys)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)  # as what follows reads it
+        # Laid out as the next layer reads it.
+        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
         ctx.save_for_backward(q, k, v, mask)
         ctx.scale, ctx.causal = scale, causal
         _launch(_attend, (out,), (out, q, k, v), mask, scale, causal, WARPS[0])
@@ -121,7 +122,7 @@ def _launch(
     causal: bool,
     warps: int,
 ) -> None:
-    """`like`: what has strides of its own, of which the last three are q, k and v; `warps` for each 1024 values."""
+    """Launches a kernel. `like` are the tensors with strides of their own, of which the last three are q, k and v."""
     rows, heads, queries, width = like[1].shape
     keys = like[2].shape[2]
     Q, K, WIDTH = (max(16, triton.next_power_of_2(size)) for size in (queries, keys, width))

@@ -1,7 +1,7 @@
-"""KL between two distributions over a vocabulary, from their logits.
+"""KL divergence between two distributions over a vocabulary, computed from their logits.
 
-Forward, one program reads both rows of one place, twice; backward, many share a row and read it once. Nothing as wide
-as a vocabulary is written but the gradient.
+In the forward pass one program reads both rows of one position twice; in the backward pass several programs share a row
+and read it once. The gradient is the only result of the vocabulary's width that is written.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import triton  # pyright: ignore[reportMissingImports] (comes with torch for GPU
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-BLOCK = 4096  # of the vocabulary, that one program looks at together
-NEVER = tl.constexpr(-1e30)  # the logit of what cannot be said; finite, so that there are no differences of infinities
+BLOCK = 4096  # entries of the vocabulary that one program processes at a time
+NEVER = tl.constexpr(-1e30)  # logit of impossible tokens; finite, as infinities cannot be subtracted
 
 
 @triton.jit
-def _read(logits, place, width):
-    found = tl.load(logits + place, mask=place < width, other=NEVER).to(tl.float32)
+def _read(logits, column, width):
+    found = tl.load(logits + column, mask=column < width, other=NEVER).to(tl.float32)
     return tl.maximum(found, NEVER, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _log_sum(logits, width, BLOCK: tl.constexpr):
-    """log Σ exp, with the largest so far taken off."""
-    place = tl.arange(0, BLOCK)
+    """log Σ exp of a row, in one pass that keeps a running maximum."""
+    column = tl.arange(0, BLOCK)
     most = tl.full((BLOCK,), NEVER, tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
-        x = _read(logits, start + place, width)
+        x = _read(logits, start + column, width)
         more = tl.maximum(most, x)
         sums = sums * tl.exp(most - more) + tl.exp(x - more)
         most = more
@@ -40,15 +40,15 @@ def _log_sum(logits, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _divergence(out, sums_p, sums_q, p, q, p_row, q_row, width, BLOCK: tl.constexpr):
-    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     p += row * p_row
     q += row * q_row
     sum_p, sum_q = _log_sum(p, width, BLOCK), _log_sum(q, width, BLOCK)
     found = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
-        log_p, log_q = _read(p, start + place, width) - sum_p, _read(q, start + place, width) - sum_q
+        log_p, log_q = _read(p, start + column, width) - sum_p, _read(q, start + column, width) - sum_q
         p_, q_ = tl.exp(log_p), tl.exp(log_q)
-        found += p_ * (log_p - log_q) - p_ + q_  # of which − p + q takes away what rounding adds to the sums
+        found += p_ * (log_p - log_q) - p_ + q_  # − p + q sums to zero, and cancels rounding errors
     tl.store(out + row, tl.sum(found, 0))
     tl.store(sums_p + row, sum_p)
     tl.store(sums_q + row, sum_q)
@@ -57,15 +57,15 @@ def _divergence(out, sums_p, sums_q, p, q, p_row, q_row, width, BLOCK: tl.conste
 @triton.jit
 def _divergence_back(g_q, g, sums_p, sums_q, p, q, g_row, p_row, q_row, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    p_ = tl.exp(_read(p + row * p_row, place, width) - tl.load(sums_p + row))
-    q_ = tl.exp(_read(q + row * q_row, place, width) - tl.load(sums_q + row))
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    p_ = tl.exp(_read(p + row * p_row, column, width) - tl.load(sums_p + row))
+    q_ = tl.exp(_read(q + row * q_row, column, width) - tl.load(sums_q + row))
     found = tl.load(g + row) * (q_ - p_)
-    tl.store(g_q + row * g_row + place, found.to(g_q.dtype.element_ty), mask=place < width)
+    tl.store(g_q + row * g_row + column, found.to(g_q.dtype.element_ty), mask=column < width)
 
 
 class Divergence(torch.autograd.Function):
-    """KL(p ‖ q) of each place, in float32, from logits (places, vocabulary) of p, which is not trained, and of q."""
+    """KL(p ‖ q) at each position in float32, from logits (positions, vocabulary). Only q gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, p: Tensor, q: Tensor) -> Tensor:

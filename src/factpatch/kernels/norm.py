@@ -1,4 +1,4 @@
-"""Layer norm."""
+"""Layer norm with frozen weights. One program normalises one row."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from torch import Tensor
 
 @triton.jit
 def _norm(out, x, weight, bias, means, scales, width, epsilon, WIDTH: tl.constexpr):
-    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    inside = place < width
-    x_ = tl.load(x + row * width + place, mask=inside, other=0.0).to(tl.float32)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    inside = column < width
+    x_ = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(x_, 0) / width
     apart = tl.where(inside, x_ - mean, 0.0)
     scale = 1 / tl.sqrt(tl.sum(apart * apart, 0) / width + epsilon)
-    weight_ = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    bias_ = tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + place, (apart * scale * weight_ + bias_).to(out.dtype.element_ty), mask=inside)
+    weight_ = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    bias_ = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (apart * scale * weight_ + bias_).to(out.dtype.element_ty), mask=inside)
     tl.store(means + row, mean)
     tl.store(scales + row, scale)
 
 
 @triton.jit
 def _norm_back(g_x, g, x, weight, means, scales, width, WIDTH: tl.constexpr):
-    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    inside = place < width
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    inside = column < width
     mean, scale = tl.load(means + row), tl.load(scales + row)
-    x_ = tl.load(x + row * width + place, mask=inside, other=0.0).to(tl.float32)
-    g_ = tl.load(g + row * width + place, mask=inside, other=0.0).to(tl.float32)
-    g_ *= tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    x_ = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    g_ = tl.load(g + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    g_ *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     normed = tl.where(inside, (x_ - mean) * scale, 0.0)
     found = (g_ - tl.sum(g_, 0) / width - normed * (tl.sum(g_ * normed, 0) / width)) * scale
-    tl.store(g_x + row * width + place, found.to(g_x.dtype.element_ty), mask=inside)
+    tl.store(g_x + row * width + column, found.to(g_x.dtype.element_ty), mask=inside)
 
 
 class Norm(torch.autograd.Function):
-    """Layer norm over the last dimension, with weights that are not trained."""
+    """Layer norm over the last dimension; only the input gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""A layer under edits.
+"""A linear layer under low-rank edits.
 
-One program makes a tile of the output of one edit: the layer's own product and the factors' at once, so that the sum
-takes no pass over memory.
+One program computes a tile of one edit's output: the layer's own product and the factors' product together, so that
+adding them needs no extra pass over memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import triton  # pyright: ignore[reportMissingImports] (comes with torch for GPU
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-# Rows, outputs and inputs of a tile; warps, and stages of loading. The large one is for ranks above 32 on GPUs with
-# the shared memory that it takes.
+# Rows, outputs and inputs of a tile, number of warps, and stages of the load pipeline. The large tile is for ranks
+# above 32, on GPUs with enough shared memory.
 SMALL, LARGE = ((128, 128, 64), 4, 3), ((128, 256, 64), 8, 3)
 LARGE_BYTES = 172_032
 
@@ -24,14 +24,14 @@ def _edited_product(
     out, left, x, weight, bias, A, B, tokens, width, outputs, rank, weight_out, weight_in,
     BIASED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
-    """x Wᵀ + bias + (x Aᵀ) B, and x Aᵀ. What lies beyond an edge is read from elsewhere, and not written."""
+    """Computes x Wᵀ + bias + (x Aᵀ) B and x Aᵀ. Indices wrap around at the edges, where nothing is written."""
     tiles, across = tl.cdiv(tokens, ROWS), tl.cdiv(outputs, OUT)
     row, column = tl.program_id(0) // across, tl.program_id(0) % across
     edit = (row // tiles).to(tl.int64)
-    token, place = (row % tiles) * ROWS + tl.arange(0, ROWS), column * OUT + tl.arange(0, OUT)
+    token, out_ = (row % tiles) * ROWS + tl.arange(0, ROWS), column * OUT + tl.arange(0, OUT)
     in_, rank_ = tl.arange(0, IN), tl.arange(0, RANK)
     x_at = x + (edit * tokens + token % tokens)[:, None] * width + in_[None, :]
-    weight_at = weight + (place % outputs)[None, :] * weight_out + in_[:, None] * weight_in
+    weight_at = weight + (out_ % outputs)[None, :] * weight_out + in_[:, None] * weight_in
     A_at = A + edit * rank * width + (rank_ % rank)[None, :] * width + in_[:, None]
     sums = tl.zeros((ROWS, OUT), tl.float32)
     lefts = tl.zeros((ROWS, RANK), tl.float32)
@@ -43,20 +43,20 @@ def _edited_product(
         weight_at += IN * weight_in
         A_at += IN
     left_ = lefts.to(x.dtype.element_ty)
-    ours = (place < outputs)[None, :]
-    B_at = B + edit * rank * outputs + rank_[:, None] * outputs + place[None, :]
+    ours = (out_ < outputs)[None, :]
+    B_at = B + edit * rank * outputs + rank_[:, None] * outputs + out_[None, :]
     sums = tl.dot(left_, tl.load(B_at, mask=ours & (rank_[:, None] < rank), other=0.0), sums)
     if BIASED:
-        sums += tl.load(bias + place % outputs).to(tl.float32)[None, :]
+        sums += tl.load(bias + out_ % outputs).to(tl.float32)[None, :]
     rows = (edit * tokens + token)[:, None]
     inside = (token < tokens)[:, None]
-    tl.store(out + rows * outputs + place[None, :], sums.to(x.dtype.element_ty), inside & ours)
+    tl.store(out + rows * outputs + out_[None, :], sums.to(x.dtype.element_ty), inside & ours)
     if column == 0:
         tl.store(left + rows * rank + rank_[None, :], left_, inside & (rank_ < rank)[None, :])
 
 
 def edited_product(x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    """x Wᵀ + bias + (x Aᵀ) B, shaped as x is, and x Aᵀ (edits, rows, rank). x (..., width) has edits' rows in order.
+    """Returns x Wᵀ + bias + (x Aᵀ) B, shaped like x, and x Aᵀ (edits, rows, rank). The rows of x are edit-major.
 
     The width must be a multiple of the tile's inputs, and the rank at most 64.
     """
@@ -76,5 +76,5 @@ def edited_product(x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have."""
+    """Shared memory in bytes that one program may use."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0

@@ -1,9 +1,11 @@
-"""Task models, and loading them from a folder or the hub."""
+"""Task models, and loading them from a folder or from the Hugging Face hub."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -12,17 +14,19 @@ from transformers.utils import logging as transformers_logging
 
 from factpatch import world
 from factpatch.device import find_device
-from factpatch.errors import ModelError
+from factpatch.errors import FileError, ModelError
 from factpatch.facts import normalize
-from factpatch.models.base import Rows, TaskModel
+from factpatch.models.base import TaskModel
 from factpatch.models.classifier import Classifier
 from factpatch.models.layers import editable_layers
+from factpatch.models.rows import Rows
 from factpatch.models.seq2seq import Seq2Seq
 
 __all__ = ["Classifier", "Rows", "Seq2Seq", "TaskModel", "editable_layers", "load_model"]
 
-DROPOUTS = ("dropout", "dropout_rate", "hidden_dropout_prob", "resid_pdrop")  # as configs call it
+DROPOUTS = ("dropout", "dropout_rate", "hidden_dropout_prob", "resid_pdrop")  # names that configs give to it
 TASKS: dict[str, type[TaskModel]] = {"classify": Classifier, "answer": Seq2Seq}
+HELD_OUT = "held-out.json"  # which records `fit` kept out of training
 
 
 def load_model(
@@ -33,62 +37,85 @@ def load_model(
     labels: Sequence[str] | None = None,
     dropout: float | None = None,
 ) -> TaskModel:
-    """A task model from a folder or, where no such folder exists, from the hub; "world" is the embedded one.
+    """Loads a task model from a folder or, if no such folder exists, from the hub; "world" is the embedded model.
 
-    Its kind is read from the config; `task` ("classify" or "answer") asks for one that the config does not name yet,
-    as for a bare encoder that is about to be fine-tuned, and `labels` are then what its classifier chooses from.
-    `dropout` replaces what the config says of its layers' dropout.
+    The config tells which kind of model it is. A model that is not yet of a supported kind, such as a bare encoder that
+    is about to be fine-tuned, needs `task` ("classify" or "answer") and, for a classifier, `labels`. `dropout` replaces
+    the dropout rate of the config.
     """
     if task not in (None, *TASKS):
         raise ModelError(f"expected a task out of {', '.join(TASKS)}, found {task!r}")
-    place = find_device(device)
+    target_device = find_device(device)
     source, local = _source(name)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        config = AutoConfig.from_pretrained(source, local_files_only=local)
-        kind = TASKS[task] if task else kind_of(config)
-        config.dtype = None  # the weights' own precision, whatever the config says of it
-        own = sorted(normalize(str(label)) for label in (config.id2label or {}).values())
-        if labels and own != sorted(map(normalize, labels)):  # or the head knows them, in an order of its own
-            config.id2label = dict(enumerate(labels))
-            config.label2id = {label: i for i, label in enumerate(labels)}
-        for key in DROPOUTS if dropout is not None else ():
-            if getattr(config, key, None) is not None:
-                setattr(config, key, dropout)
-        model, info = kind.auto_class.from_pretrained(
-            source,
-            config=config,
-            local_files_only=local,
-            ignore_mismatched_sizes=labels is not None,
-            output_loading_info=True,
+    loaded, absent = _read_model(source, local, task, labels, dropout)
+    if task is None and absent:
+        raise ModelError(f"{name} lacks {len(absent)} weights of its model, such as {absent[0]}; fine-tune it first")
+    if wrong := [key for key in absent if key in loaded.layers]:
+        raise ModelError(
+            f"{name} lacks {len(wrong)} weights of its transformer blocks, such as {wrong[0]}; it may be incomplete"
         )
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = f"the folder {source}" if local else f"{name}: there is no such folder here, and the hub gave none"
-        raise ModelError(f"cannot load a model from {where}: {reason}") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    if task is None and info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise ModelError(f"{name} lacks {len(missing)} weights of its model, such as {missing[0]}; fine-tune it first")
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ModelError(f"{name} has no tokenizer files beside its weights; save the tokenizer there too")
-    loaded = kind(model, tokenizer)
-    unlike = {key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])}
-    if wrong := sorted(unlike & loaded.layers.keys()):
-        raise ModelError(f"{name} lacks {len(wrong)} weights of its blocks, such as {wrong[0]}; is it whole?")
-    if dtype is None and model.dtype == torch.float16:
-        dtype = torch.float32  # whose range the gradients of an edit need; and a CPU is slow in half precision
-    if dtype is not None and dtype != model.dtype:
+    loaded.held_out = _read_held_out(Path(source) / HELD_OUT) if local else None
+    if dtype is None and loaded.model.dtype == torch.float16:
+        dtype = torch.float32  # the gradients of an edit need its range, and CPUs are slow in half precision
+    if dtype is not None and dtype != loaded.model.dtype:
         loaded.cast(dtype)
-    loaded.model.to(place)
+    loaded.model.to(target_device)
     return loaded
 
 
+def _read_model(
+    source: str, local: bool, task: str | None, labels: Sequence[str] | None, dropout: float | None
+) -> tuple[TaskModel, list[str]]:
+    """Reads a model in the precision it is stored in, and lists its weights that the files do not have."""
+    options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(source, **options)
+        kind = TASKS[task] if task else kind_of(config)
+        _adapt_config(config, labels, dropout)
+        model, info = kind.auto_class.from_pretrained(
+            source, config=config, ignore_mismatched_sizes=labels is not None, output_loading_info=True, **options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = f"the folder {source}" if local else f"{source}: there is no such folder, and the hub has no such model"
+        raise ModelError(f"cannot load a model from {where}: {reason}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ModelError(f"{source} has no tokenizer files beside its weights; save the tokenizer there too")
+    mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
+    return kind(model, tokenizer), sorted({*info["missing_keys"], *mismatched})
+
+
+def _adapt_config(config: PretrainedConfig, labels: Sequence[str] | None, dropout: float | None) -> None:
+    config.dtype = None  # load the weights in the precision they are stored in, whatever the config says
+    own = sorted(normalize(str(label)) for label in (config.id2label or {}).values())
+    if labels and own != sorted(map(normalize, labels)):  # a head that knows these labels keeps their order
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: i for i, label in enumerate(labels)}
+    for key in DROPOUTS if dropout is not None else ():
+        if getattr(config, key, None) is not None:
+            setattr(config, key, dropout)
+
+
+def _read_held_out(path: Path) -> frozenset[str] | None:
+    """The ids of the records that `fit` held out, or None if it did not make the model."""
+    if not path.exists():
+        return None
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))["ids"]
+        if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
+            raise ValueError("expected a list of ids")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FileError(f"{path} is damaged ({error}); fit the model again, or delete the file") from error
+    return frozenset(ids)
+
+
 def kind_of(config: PretrainedConfig) -> type[TaskModel]:
-    """Classifier or encoder-decoder, as the config's architecture says."""
+    """Classifier or Seq2Seq, depending on the architecture that the config names."""
     architecture = (config.architectures or ["none"])[0]
     if architecture.endswith("ForSequenceClassification"):
         return Classifier
@@ -101,7 +128,7 @@ def kind_of(config: PretrainedConfig) -> type[TaskModel]:
 
 
 def _source(name: str | Path) -> tuple[str, bool]:
-    """What transformers should read, and whether it must stay off the network."""
+    """The name or path to give to transformers, and whether it is a local folder."""
     path = world.MODEL if name == "world" else Path(name).expanduser()
     if path.is_dir():
         return str(path), True

@@ -1,9 +1,9 @@
-"""Beam search for encoder-decoders: what `generate` answers, many times faster on large batches of short answers.
+"""Beam search for encoder-decoders with the results of `generate`, but faster on large batches of short answers.
 
-`generate` makes a dozen passes over every score of the vocabulary, and goes on with a whole batch until its last row is
-done. Here the scores are read twice a step, to normalise and to find the best, rows that are done leave the batch, and
-the host looks at the device once a step.
-The rules are transformers' own: 2 · beams candidates a step, scores over length ** length_penalty, `early_stopping`.
+`generate` makes a dozen passes over the scores of the whole vocabulary per step, and keeps all rows of a batch until
+the last one is finished. Here the scores are read twice per step, to normalise and to find the best, finished rows
+leave the batch, and the host synchronises with the device once per step. The rules are those of transformers:
+2 · beams candidates per step, scores divided by length ** length_penalty, and `early_stopping`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Pr
 from transformers.modeling_outputs import BaseModelOutput
 
 NEVER = -1.0e9  # a score that loses against every real one
-BLOCK = 128  # of a vocabulary, that is passed over where its best score is not among the highest
+BLOCK = 128  # tokens of the vocabulary that are skipped together if their best score is too low
 
-# Settings of `generate` that this search does not know, with the values with which they change nothing.
+# Settings of `generate` that this search does not support, with the values for which they have no effect.
 _INERT = {
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
@@ -38,14 +38,14 @@ _INERT = {
 
 
 def knows(config: GenerationConfig) -> bool:
-    """Whether this search gives the answers that `generate` would give with these settings."""
+    """Whether this search supports these settings, so that it gives the same answers as `generate`."""
     inert = all(getattr(config, name, None) in values for name, values in _INERT.items())
     single_words = all(len(word) == 1 for word in config.bad_words_ids or [])
     return inert and single_words and config.early_stopping in (True, False, None) and _ends_plainly(config)
 
 
 def _ends_plainly(config: GenerationConfig) -> bool:
-    """One end token, which may be said, and a start."""
+    """Whether there are a start token and a single end token, which is not a banned word."""
     if config.eos_token_id is None or config.decoder_start_token_id is None or len(_end_tokens(config)) > 1:
         return False
     return _end_tokens(config) not in (config.bad_words_ids or [])
@@ -55,13 +55,13 @@ def _ends_plainly(config: GenerationConfig) -> bool:
 class _Beams:
     """The state of the rows that are still in the batch; B rows with K beams each."""
 
-    running: Tensor  # (B, K, length)  sequences that go on
+    running: Tensor  # (B, K, length)  unfinished sequences
     running_scores: Tensor  # (B, K)   sums of log-probabilities
-    finished: Tensor  # (B, K, length) the best that have ended, best first
+    finished: Tensor  # (B, K, length) best finished sequences, best first
     finished_scores: Tensor  # (B, K)  those sums divided by length ** length_penalty
     is_finished: Tensor  # (B, K)
     improvable: Tensor  # (B, 1)       whether a running sequence may still beat a finished one
-    row: Tensor  # (B,)                which row of the batch as it came
+    row: Tensor  # (B,)                index of the row in the original batch
 
     def take(self, rows: Tensor) -> _Beams:
         return _Beams(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
@@ -71,10 +71,10 @@ class _Beams:
 def beam_search(
     model: PreTrainedModel, inputs: dict[str, Tensor], config: GenerationConfig, edits: int | None = None
 ) -> Tensor:
-    """The best sequences of each row, (rows, beams, length), best first, filled up with padding.
+    """The best sequences of each row, best first and padded: (rows, beams, length).
 
-    Rows leave the batch when they are done. Under several `edits` a row leaves together with those in its place under
-    all other edits, so that rows and edits still go together. None keeps all to the end.
+    With `edits`, finished rows leave the batch. To keep rows edit-major, a row leaves only together with the rows of
+    the same index under all other edits. Without `edits`, all rows stay to the end.
     """
     beams, limit = config.num_beams or 1, 1 + config.max_new_tokens
     encoder = model.get_encoder()
@@ -101,13 +101,13 @@ def beam_search(
         if all_done:
             break
         keep = torch.arange(len(done), device=done.device)
-        if left:  # costs a copy of all cached keys and values, so it is done a quarter of the rows at a time
+        if left:  # copies all cached keys and values, so it waits until a quarter of the rows can leave
             keep = (~leaving).nonzero().squeeze(1)
             result[state.row[leaving]] = state.finished[leaving]
             state = state.take(keep)
         flat = (keep[:, None] * beams + origin[keep]).flatten()
         cache.self_attention_cache.reorder_cache(flat)
-        if len(keep) < len(done):  # beams of a row share what the encoder says, so only leaving rows change it
+        if len(keep) < len(done):  # beams of a row share the encoder's states, so these change only when rows leave
             cache.cross_attention_cache.reorder_cache(flat)
             states, mask = states[flat], mask[flat]
     result[state.row] = state.finished
@@ -120,7 +120,7 @@ def _start(rows: int, beams: int, limit: int, config: GenerationConfig, device: 
     running[:, :, 0] = config.decoder_start_token_id
     scores = torch.full((rows, beams), NEVER, device=device)
     first_only = scores.clone()
-    first_only[:, 0] = 0  # all beams start alike, so only one of them counts
+    first_only[:, 0] = 0  # all beams start equal, so only one of them counts
     return _Beams(
         running=running,
         running_scores=first_only,
@@ -133,18 +133,18 @@ def _start(rows: int, beams: int, limit: int, config: GenerationConfig, device: 
 
 
 def _advance(state: _Beams, logits: Tensor, length: int, config: GenerationConfig, banned: Tensor) -> Tensor:
-    """One token further, in place. Returns which beam each running sequence came from: (B, K)."""
+    """Appends one token in place. Returns the beam that each running sequence continues: (B, K)."""
     rows, beams, limit = state.running.shape
     scores, tokens = _best_tokens(logits, 2 * beams, length, limit, config, banned)  # (B·K, 2K)
     scores = scores.view(rows, beams, -1) + state.running_scores[:, :, None]
-    scores, places = scores.flatten(1).topk(2 * beams)  # (B, 2K)
-    origin = places // (2 * beams)
-    token = tokens.view(rows, -1).gather(1, places)
+    scores, picked = scores.flatten(1).topk(2 * beams)  # (B, 2K)
+    origin = picked // (2 * beams)
+    token = tokens.view(rows, -1).gather(1, picked)
     candidates = state.running.gather(1, origin[:, :, None].expand(-1, -1, limit))  # (B, 2K, length)
     candidates[:, :, length] = token
     ends = token.eq(_end_tokens(config)[0]) | (length + 1 >= limit)
 
-    # Sequences that have ended do not run on. Of those that end now, only the best K candidates may count.
+    # Finished sequences stop running. Of those that finish now, only the best K candidates count.
     state.running_scores, chosen = (scores + ends * NEVER).topk(beams)
     state.running = candidates.gather(1, chosen[:, :, None].expand(-1, -1, limit))
     counts = ends & (torch.arange(2 * beams, device=ends.device) < beams)
@@ -182,20 +182,20 @@ def _best_tokens(
 
 
 def _top(scores: Tensor, count: int) -> Tensor:
-    """Where the highest scores of each row are, best first.
+    """The indices of the highest scores of each row, best first.
 
-    They lie in the blocks with the highest maxima. On a GPU, finding these takes one pass over the scores, where `topk`
-    over a whole vocabulary makes several.
+    They lie in the blocks with the highest maxima. On a GPU finding these blocks takes one pass over the scores,
+    whereas `topk` over a whole vocabulary makes several.
     """
     blocks = scores.shape[1] // BLOCK
     if blocks <= count or not scores.is_cuda:
         return scores.topk(count).indices
     whole = scores[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK))
     chosen = whole.amax(-1).topk(count).indices[:, :, None]  # (rows, count, 1)
-    places = (chosen * BLOCK + torch.arange(BLOCK, device=scores.device)).flatten(1)
+    indices = (chosen * BLOCK + torch.arange(BLOCK, device=scores.device)).flatten(1)
     rest = torch.arange(blocks * BLOCK, scores.shape[1], device=scores.device).expand(len(scores), -1)
-    places = torch.cat([places, rest], 1)
-    return places.gather(1, scores.gather(1, places).topk(count).indices)
+    indices = torch.cat([indices, rest], 1)
+    return indices.gather(1, scores.gather(1, indices).topk(count).indices)
 
 
 def _banned(config: GenerationConfig) -> list[int]:

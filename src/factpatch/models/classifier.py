@@ -1,4 +1,4 @@
-"""Classifiers: fact-checking and every other choice among labels."""
+"""Classifiers, such as fact-checkers: the answer is one of a few labels."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from transformers import AutoModelForSequenceClassification
 from factpatch.device import to_device
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import normalize
-from factpatch.models.base import Encoded, Rows, TaskModel, padded_inputs
+from factpatch.models.base import TaskModel
+from factpatch.models.rows import Encoded, Rows, selected
 
 
 class Classifier(TaskModel):
-    """The decision rule is the arg max over the labels of the model's config."""
+    """Answers with the label of the highest score. The labels are those of the model's config."""
 
     kind = "classifier"
     near_ties = False
@@ -29,24 +30,26 @@ class Classifier(TaskModel):
         if len({normalize(label) for label in self.labels}) < len(self.labels):
             raise ModelError(f"labels must differ by more than case and punctuation, found {', '.join(self.labels)}")
 
+    def decision_settings(self) -> dict[str, Any]:
+        return {"labels": self.labels}
+
     def encode_targets(self, targets: Sequence[str]) -> list[int]:
         return [self.labels.index(self.check_target(target)) for target in targets]
 
     def collate(self, encoded: Sequence[Encoded], targets: Sequence[int] | None = None) -> Rows:
         labels = None if targets is None else to_device(self.device, targets)
-        return Rows(padded_inputs(self, encoded), labels)
+        return Rows(self.padded_inputs(encoded), labels)
 
     def logits(self, rows: Rows) -> Tensor:
         return self.model(**rows.inputs).logits.float()
 
     def features(self, rows: Rows) -> Tensor:
-        logits = self.model(**rows.inputs).logits
-        return logits if rows.target_positions is None else logits.index_select(0, rows.target_positions)
+        return selected(self.model(**rows.inputs).logits, rows)
 
     def head(self, features: Tensor) -> Tensor:
         return features
 
-    def said(self, features: Tensor) -> list[str] | None:
+    def answers_from(self, features: Tensor) -> list[str] | None:
         return [self.labels[i] for i in self.scores(features).argmax(-1).tolist()]
 
     def losses(self, rows: Rows) -> Tensor:
@@ -65,6 +68,6 @@ class Classifier(TaskModel):
                 return label
         raise InputError(f"the classifier has no label {target!r}; choose one of {', '.join(self.labels)}")
 
-    def sayable(self, texts: Sequence[str]) -> set[str]:
+    def valid_targets(self, texts: Sequence[str]) -> set[str]:
         known = {normalize(label) for label in self.labels}
         return {text for text in texts if normalize(text) in known}

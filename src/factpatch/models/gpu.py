@@ -1,8 +1,8 @@
-"""What a GPU is given in place of parts of a model that it runs slowly; elsewhere they are what they were.
+"""Faster replacements for parts of a model on a GPU. On other devices these parts work as before.
 
-- Attention between short texts: torch's kernels, made for long ones, spend most of their tiles on nothing.
-- Layer norms, of which torch's kernel reaches a fifth of the memory's speed at usual widths.
-- LM heads whose vocabulary is no multiple of eight, such as Marian's.
+- Attention between short texts: torch's kernels are made for long ones and leave most of their tiles empty.
+- Layer norms: torch's kernel reaches a fifth of the memory bandwidth at usual widths.
+- LM heads whose vocabulary size is not a multiple of eight, such as Marian's.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers.masking_utils import sdpa_mask
 
 from factpatch.kernels import kernels_take
 
-MULTIPLE = 8  # of rows, that tensor cores take well
-LONGEST, WIDEST = 64, 128  # tokens of a text and width of a head, that one program of the attention kernel holds
+MULTIPLE = 8  # tensor cores are fast for numbers of rows that are multiples of this
+LONGEST, WIDEST = 64, 128  # most tokens of a text and largest head width that the attention kernel can process
 WIDEST_NORM = 8192
 
 
 def suit_gpu(model: PreTrainedModel) -> None:
-    """The model says what it said before, within rounding."""
+    """Replaces slow parts of the model. Its outputs stay the same up to rounding."""
     if not torch.cuda.is_available():
         return
     for module in model.modules():
@@ -35,6 +35,8 @@ def suit_gpu(model: PreTrainedModel) -> None:
 
 
 class FrozenLayerNorm(nn.LayerNorm):
+    """A LayerNorm that uses our kernel while its weights are frozen."""
+
     def forward(self, input: Tensor) -> Tensor:
         frozen = not self.weight.requires_grad and not torch.compiler.is_compiling()
         if not (frozen and input.shape[-1] <= WIDEST_NORM and kernels_take(input)):
@@ -56,11 +58,11 @@ def attend(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' own function for torch's attention says: (rows, tokens, heads, width)."""
+    """Computes what transformers' `sdpa_attention_forward` computes: (rows, tokens, heads, width)."""
     rows, heads, queries, width = query.shape
     keys = key.shape[2]
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    causal = causal and queries > 1  # a single one, of an answer that grows, sees all that was said before
+    causal = causal and queries > 1  # a single query, during generation, sees all earlier tokens
     short = (
         queries <= LONGEST
         and keys <= LONGEST
@@ -89,12 +91,12 @@ AttentionMaskInterface.register("short", sdpa_mask)
 
 
 class AlignedLinear(nn.Linear):
-    """Says what a Linear says; while frozen, multiplies with a copy of its weight that is filled up with zeros."""
+    """A Linear that, while frozen and on a GPU, multiplies with a copy of its weight that is padded with zero rows."""
 
     _filled: tuple[tuple[object, ...], Tensor, Tensor | None] | None = None
 
     @torch.compiler.disable
-    def forward(self, input: Tensor) -> Tensor:  # pyright: ignore (the decorator says less of its type)
+    def forward(self, input: Tensor) -> Tensor:  # pyright: ignore (the decorator loses its type)
         weight = self.weight
         if weight.requires_grad or weight.is_inference() or not weight.is_cuda:
             return super().forward(input)
@@ -106,10 +108,12 @@ class AlignedLinear(nn.Linear):
 
 
 def align(head: nn.Module) -> None:
+    """Makes a linear layer an AlignedLinear if its number of outputs is not a multiple of eight."""
     if type(head) is nn.Linear and len(head.weight) % MULTIPLE:
         head.__class__ = AlignedLinear
 
 
 def fill(tensor: Tensor) -> Tensor:
+    """The tensor with zero rows appended up to a multiple of eight."""
     missing = -len(tensor) % MULTIPLE
     return torch.cat([tensor.detach(), tensor.new_zeros(missing, *tensor.shape[1:])])

@@ -1,4 +1,4 @@
-"""Which weights of a model may be edited, read off its structure."""
+"""Which weights of a model can be edited, derived from its structure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Every linear layer inside the transformer blocks, by the name of its weight.
 
     Transformers keep their blocks in a ModuleList of modules of one class; embeddings, norms, pooler, classifier and LM
-    head lie outside. The outermost such lists are taken, so that a block with a list inside (T5's) stays whole.
+    head lie outside. Only the outermost such lists count, so that a block which contains a list (as in T5) stays whole.
     """
+    shared = _position_projections(model)
     layers: dict[str, nn.Module] = {
         f"{prefix}.{name}.weight": layer
         for prefix, blocks in _block_lists(model).items()
         for name, layer in blocks.named_modules()
-        if isinstance(layer, nn.Linear | Conv1D)
+        if isinstance(layer, nn.Linear | Conv1D) and layer not in shared
     }
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no linear layers inside transformer blocks, so there is nothing to edit; "
-            "use a model whose blocks are made of nn.Linear or Conv1D"
+            "use a model whose blocks consist of nn.Linear or Conv1D layers"
         )
     if len({id(layer.weight) for layer in layers.values()}) < len(layers):
-        raise ModelError(f"{type(model).__name__} ties weights of its blocks to each other; untie them to edit it")
+        raise ModelError(f"{type(model).__name__} shares weights between its blocks; untie them to edit it")
     for name, layer in layers.items():
         if not layer.weight.is_floating_point():
             raise ModelError(f"{name} is stored as {layer.weight.dtype}; load the model unquantised to edit it")
@@ -37,7 +38,7 @@ def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def block_names(layers: Iterable[str]) -> list[str]:
-    """The blocks that editable layers lie in, in the model's order, such as bert.encoder.layer.0."""
+    """The names of the blocks that contain these layers, such as bert.encoder.layer.0, in the model's order."""
     found = (re.match(r"(.+?\.\d+)\.", name) for name in layers)
     return list(dict.fromkeys(match[1] for match in found if match))
 
@@ -52,6 +53,20 @@ def _block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 
 def _are_blocks(modules: nn.ModuleList) -> bool:
-    """Blocks are alike, and hold an attention beside their other layers: more linear layers than one."""
+    """Whether a list holds transformer blocks: modules of one class with more than one linear layer each."""
     one_class = len({type(module) for module in modules}) == 1
     return one_class and sum(isinstance(m, nn.Linear | Conv1D) for m in modules[0].modules()) > 1
+
+
+def _position_projections(model: nn.Module) -> set[nn.Module]:
+    """The layers with which DeBERTa's attention projects its table of relative positions.
+
+    All rows share that table, so rows under different edits could not be told apart in these layers.
+    """
+    found: set[nn.Module] = set()
+    for attention in model.modules():
+        if getattr(attention, "relative_attention", False) and hasattr(attention, "pos_att_type"):
+            own = ("query_proj", "key_proj") if getattr(attention, "share_att_key", False) else ()
+            names = (*own, "pos_key_proj", "pos_query_proj", "pos_proj", "pos_q_proj")
+            found |= {layer for name in names if isinstance(layer := getattr(attention, name, None), nn.Module)}
+    return found

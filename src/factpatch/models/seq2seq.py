@@ -1,4 +1,4 @@
-"""Encoder-decoders: closed-book question answering."""
+"""Encoder-decoders, such as closed-book question answering models: the answer is a text."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from transformers import AutoModelForSeq2SeqLM
 
 from factpatch.errors import InputError
 from factpatch.facts import same
-from factpatch.models.base import NO_TARGET, Encoded, Rows, TaskModel, padded, padded_inputs
+from factpatch.models.base import TaskModel
 from factpatch.models.beam import beam_search, knows
 from factpatch.models.gpu import align
+from factpatch.models.rows import NO_TARGET, Encoded, Rows, padded, selected
 
-MOST_SPELLED = 200_000  # answers that are remembered as texts
-MAX_ANSWER_TOKENS = 32  # where the model's folder says nothing
+MAX_DECODED = 200_000  # answers whose texts are cached
+MAX_ANSWER_TOKENS = 32  # unless the model's folder sets another limit
+
+# Generation settings of a folder that do not change the answers, or that this class replaces.
+_NOT_DECISIVE = {"transformers_version", "use_cache", "return_dict_in_generate", "max_length", "num_beams", "do_sample"}
 
 
 class Seq2Seq(TaskModel):
-    """The decision rule is the best of five beams."""
+    """Answers with the best sequence of a beam search with five beams."""
 
     kind = "seq2seq"
     auto_class = AutoModelForSeq2SeqLM
@@ -30,16 +34,22 @@ class Seq2Seq(TaskModel):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._spelled: dict[tuple[int, ...], str] = {}
+        self._texts: dict[tuple[int, ...], str] = {}
         align(self._head)
-        # The model's own generation settings, but for the search: a folder may ask for greedy or sampled answers.
+        self._head_is_linear = True
+        self._head_is_linear = self._check_head()
+        # The folder's own generation settings, except that the search is always this one, never greedy or sampled.
         self.generation = copy.deepcopy(self.model.generation_config)
         self.generation.update(num_beams=self.beams, do_sample=False)
         self.generation.max_length = None
         self.limit_answers(self.generation.max_new_tokens or MAX_ANSWER_TOKENS)
 
+    def decision_settings(self) -> dict[str, Any]:
+        settings = self.model.generation_config.to_diff_dict()
+        return {k: v for k, v in settings.items() if k not in _NOT_DECISIVE and not k.startswith(("_", "output_"))}
+
     def limit_answers(self, tokens: int) -> None:
-        """How long an answer may grow."""
+        """Sets the maximum length of an answer in tokens."""
         self.max_answer_tokens = self.generation.max_new_tokens = tokens
 
     def encode_targets(self, targets: Sequence[str]) -> list[list[int]]:
@@ -47,34 +57,61 @@ class Seq2Seq(TaskModel):
 
     def collate(self, encoded: Sequence[Encoded], targets: Sequence[list[int]] | None = None) -> Rows:
         labels = None if targets is None else padded(list(targets), NO_TARGET, self.device)
-        return Rows(padded_inputs(self, encoded), labels)
+        return Rows(self.padded_inputs(encoded), labels)
 
     def logits(self, rows: Rows) -> Tensor:
+        return self._forward(rows).float()
+
+    def _forward(self, rows: Rows) -> Tensor:
         assert rows.labels is not None
-        shifted = self._shifted(rows.labels)
-        return self.model(**rows.inputs, decoder_input_ids=shifted, use_cache=False).logits.float()
+        return self.model(**rows.inputs, decoder_input_ids=self._shifted(rows.labels), use_cache=False).logits
 
     def features(self, rows: Rows) -> Tensor:
-        """What the LM head reads. It is run for the places alone: most of a padded batch's tokens are no targets."""
-        assert rows.labels is not None
+        """What the LM head reads at the target positions.
+
+        The head itself is not run: most tokens of a padded batch are no targets.
+        """
+        if not self._head_is_linear:
+            return selected(self._forward(rows).flatten(0, 1), rows)
         read: list[Tensor] = []
 
         def pick(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-            hidden = args[0].flatten(0, 1)  # (rows·tokens, width)
-            read.append(hidden if rows.target_positions is None else hidden.index_select(0, rows.target_positions))
+            read.append(selected(args[0].flatten(0, 1), rows))  # (positions, width)
             return (read[0][:0, None],)  # no token is left for the head itself
 
         handle = self._head.register_forward_pre_hook(pick)
         try:
-            self.model(**rows.inputs, decoder_input_ids=self._shifted(rows.labels), use_cache=False)
+            self._forward(rows)
         finally:
             handle.remove()
         return read[0]
 
     def head(self, features: Tensor) -> Tensor:
-        bias = getattr(self.model, "final_logits_bias", None)  # BART's and its kin
+        if not self._head_is_linear:
+            return features
+        bias = getattr(self.model, "final_logits_bias", None)  # of BART and its relatives
         logits = self._head(features)
         return logits if bias is None else logits + bias
+
+    @torch.no_grad()
+    def _check_head(self) -> bool:
+        """Whether `head` gives the model's own logits. It does not where these are capped, as in T5Gemma.
+
+        The head reads large numbers here, for which a cap makes a difference.
+        """
+        read: list[Tensor] = []
+
+        def enlarge(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+            read.append(torch.full_like(args[0], 100.0))
+            return (read[0],)
+
+        one = torch.ones((1, 1), dtype=torch.long, device=self.device)
+        handle = self._head.register_forward_pre_hook(enlarge)
+        try:
+            own = self.model(input_ids=one, decoder_input_ids=one, use_cache=False).logits
+        finally:
+            handle.remove()
+        return torch.allclose(self.head(read[0]).float(), own.float(), rtol=0.02, atol=0.1)
 
     @property
     def _head(self) -> nn.Module:
@@ -83,7 +120,7 @@ class Seq2Seq(TaskModel):
         return head
 
     def _shifted(self, labels: Tensor) -> Tensor:
-        """The decoder's inputs: what it has said before each target token."""
+        """The decoder's inputs: the target tokens shifted right by one."""
         own_way = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
         if own_way is not None:
             return own_way(labels=labels)
@@ -110,20 +147,20 @@ class Seq2Seq(TaskModel):
         return [texts[start : start + count] for start in range(0, len(texts), count)]
 
     def _decoded(self, sequences: list[list[int]]) -> list[str]:
-        """As texts; the same answer, which many questions may have, and many edits leave as it is, is decoded once."""
+        """Decodes sequences to texts. Texts are cached, because many sequences are the same answer."""
         fill = self.tokenizer.pad_token_id
         keys = [tuple(ids[: next((n for n in range(len(ids), 0, -1) if ids[n - 1] != fill), 0)]) for ids in sequences]
-        if len(self._spelled) > MOST_SPELLED:
-            self._spelled.clear()
-        unknown = [ids for ids in dict.fromkeys(keys) if ids not in self._spelled]
+        if len(self._texts) > MAX_DECODED:
+            self._texts.clear()
+        unknown = [ids for ids in dict.fromkeys(keys) if ids not in self._texts]
         if unknown:
             decoded = self.tokenizer.batch_decode([list(ids) for ids in unknown], skip_special_tokens=True)
-            self._spelled.update((ids, text.strip()) for ids, text in zip(unknown, decoded, strict=True))
-        return [self._spelled[ids] for ids in keys]
+            self._texts.update((ids, text.strip()) for ids, text in zip(unknown, decoded, strict=True))
+        return [self._texts[ids] for ids in keys]
 
     def check_target(self, target: str) -> str:
         if not target.strip():
-            raise InputError("expected a target answer, found an empty one; give what the model should say")
+            raise InputError("expected a target answer, found an empty one; give the answer that the model should have")
         ids = self.tokenizer(text_target=target)["input_ids"]
         if len(ids) > self.max_answer_tokens:
             raise InputError(
@@ -131,10 +168,10 @@ class Seq2Seq(TaskModel):
             )
         spelled = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
         if not same(spelled, target):
-            raise InputError(f"the model's tokenizer cannot spell {target!r}: it reads {spelled!r}; use other words")
+            raise InputError(f"the model's tokenizer turns {target!r} into {spelled!r}; use other words")
         return target
 
-    def sayable(self, texts: Sequence[str]) -> set[str]:
+    def valid_targets(self, texts: Sequence[str]) -> set[str]:
         different = [text for text in dict.fromkeys(texts) if text.strip()]
         encoded = self.encode_targets(different)
         spelled = self.tokenizer.batch_decode(encoded, skip_special_tokens=True) if encoded else []

@@ -1,10 +1,11 @@
-"""The paper's table and figures, from the folders that evaluate and train leave."""
+"""Tables and figures from the result folders of evaluate and train."""
 
 from factpatch.report.canvas import find_matplotlib, write_figures
 from factpatch.report.compare import contests
 from factpatch.report.figures import list_figures
 from factpatch.report.runs import read_runs
-from factpatch.report.tables import main_table, terminal_table, write_tables
+from factpatch.report.spreadsheets import write_tables
+from factpatch.report.tables import main_table, terminal_table
 
 __all__ = [
     "contests",

@@ -1,4 +1,4 @@
-"""What a model answers before and after an edit, as tables of its best answers (the paper's Figure 2)."""
+"""Tables of a model's best answers before and after an edit (Figure 2 of De Cao et al., 2021)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 
 LINE = 0.21  # inches
 WIDTH = 8.0
-POINTS = 70  # to an inch, less a little that the layout keeps free
-EDGES = {"before": 0.03, "after": 0.53}  # where the columns begin, as shares of the width
-COLUMN = 0.43  # how wide they are
+POINTS = 70  # points per inch, less a little that the layout keeps free
+LEFT, RIGHT = 0.02, 0.96  # shares of the width between which text is written
+EDGES = {"before": 0.05, "after": 0.53}  # where the columns begin
+COLUMN = 0.42  # their width
 
 
 def draw_beams(run: Evaluation, example: Example) -> Figure:
-    """The first text of each kind."""
+    """Draws the answers to the first text of each kind."""
     rows = [row for kind in KINDS for row in [r for r in example.rows if r.kind == kind][:1]]
     heights = [LINE * (3 + len(_question(row)) + max(len(row.before), len(row.after))) for row in rows]
-    figure = new_figure(sum(heights) + 0.9, WIDTH)
+    figure = new_figure(sum(heights) + 1.1, WIDTH)
     title = f"{run.label}: best answers before and after an edit to “{_fit(example.target, 0.4)}”"
-    figure.suptitle(wrapped(title, 80))
-    figure.supxlabel("bold: the target; grey: as before, in the same place", fontsize=9)
+    outcome = "the edit succeeded" if example.success else "THE EDIT FAILED: the first answer is not the target"
+    figure.suptitle(f"{wrapped(title, 80)}\n({outcome})")
+    figure.supxlabel("bold: the target; grey: same answer at the same rank as before", fontsize=9)
     panels = figure.subplots(len(rows), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axes, row, height in zip(panels, rows, heights, strict=True):
         _draw_panel(axes, row, example.target, round(height / LINE))
@@ -40,10 +42,10 @@ def _draw_panel(axes: Axes, row: Row, target: str, lines: int) -> None:
     axes.set(xlim=(0, 1), ylim=(lines, 0), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     question = _question(row)
-    write = partial(axes.text, va="center", in_layout=False)  # they fit already, and must not shift the panel
-    write(0, 0.5, KINDS[row.kind], color=DARK, fontweight="bold")
+    write = partial(axes.text, va="center", in_layout=False)  # texts are cut to fit, and must not shift the panel
+    write(LEFT, 0.5, KINDS[row.kind], color=DARK, fontweight="bold")
     for i, line in enumerate(question, start=1):
-        write(0, i + 0.5, line, style="italic")
+        write(LEFT, i + 0.5, line, style="italic")
     top = len(question) + 1
     for name, answers, others in (("before", row.before, row.after), ("after", row.after, row.before)):
         left = EDGES[name]
@@ -58,14 +60,14 @@ def _draw_panel(axes: Axes, row: Row, target: str, lines: int) -> None:
 
 
 def _question(row: Row) -> list[str]:
-    """In two lines at most."""
+    """The text in at most two lines."""
     text = " ".join(row.text.split())[:500] or "-"
-    letters = int(0.93 * WIDTH * POINTS / (_width(text, bold=False) / len(text)))
-    return [_fit(line, 0.97) for line in textwrap.wrap(text, letters, max_lines=2, placeholder=" …")]
+    letters = int((RIGHT - LEFT - 0.04) * WIDTH * POINTS / (_width(text, bold=False) / len(text)))
+    return [_fit(line, RIGHT - LEFT) for line in textwrap.wrap(text, letters, max_lines=2, placeholder=" …")]
 
 
 def _fit(text: str, share: float, bold: bool = False) -> str:
-    """The text, cut so that it takes up no more than a share of the figure's width."""
+    """Cuts a text to a share of the figure's width."""
     text = " ".join(text.split())[:200]
     limit = share * WIDTH * POINTS
     if _width(text, bold) <= limit:
@@ -75,7 +77,7 @@ def _fit(text: str, share: float, bold: bool = False) -> str:
 
 
 def _width(text: str, bold: bool) -> float:
-    """In points."""
+    """The width of a text in points."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 

@@ -1,4 +1,4 @@
-"""What all figures share: one look, and how they are written."""
+"""The common look of all figures, and writing them to files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-WIDTH = 9.0  # inches; at 150 dpi a page's width of a README, with letters as large as its text
+WIDTH = 9.0  # inches
 DARK, BLUE, ORANGE = "#1b3a5c", "#2a5f98", "#d55e00"
 
-# Dashes and markers differ as colours do, so that a grey print tells lines apart.
+# Dashes and markers differ too, so that lines can be told apart in greyscale.
 STROKES: list[dict[str, Any]] = [
     {"color": "#000000", "linestyle": "-", "marker": "o"},
     {"color": ORANGE, "linestyle": "--", "marker": "s"},
@@ -39,36 +39,37 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 9,
     "hatch.linewidth": 0.5,
-    "text.parse_math": False,  # a dollar in a fact is a dollar
-    "svg.fonttype": "none",  # texts stay texts, to be searched and read aloud
+    "text.parse_math": False,  # facts may contain dollar signs
+    "svg.fonttype": "none",  # keep text searchable
     "svg.hashsalt": "factpatch",  # the same runs give the same bytes
 }
 
 
 def find_matplotlib() -> None:
-    """Raises now what drawing would raise later."""
+    """Fails early if matplotlib is not installed."""
     try:
         import_module("matplotlib")
     except ImportError:
         raise InputError(
-            "expected matplotlib for the figures, found none; install factpatch with its extra plots"
+            "figures need matplotlib, which is not installed; run pip install 'factpatch[plots]'"
         ) from None
 
 
 def new_figure(height: float, width: float = WIDTH) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
 
 
 def write_figures(drawings: Mapping[str, Callable[[], Figure]], folder: Path) -> list[Path]:
-    """Draws each and writes it as PNG and SVG."""
+    """Draws each figure and writes it as PNG and SVG."""
     find_matplotlib()
     import matplotlib
 
     files: list[Path] = []
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # matplotlib draws a box
         for name, draw in drawings.items():
             figure = draw()
             for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
@@ -79,12 +80,12 @@ def write_figures(drawings: Mapping[str, Callable[[], Figure]], folder: Path) ->
 
 
 def wrapped(label: str, width: int = 24) -> str:
-    """In lines of so many letters, where words are no longer; `m = 1e-4` stays together."""
+    """Wraps a label at spaces, but keeps `m = 1e-4` together."""
     return textwrap.fill(label.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"), width, break_long_words=False)
 
 
 def plain_powers(axis: Axis) -> None:
-    """0.01 on a logarithmic axis: a power of ten would need the mathematics that STYLE has put off."""
+    """Labels a logarithmic axis with plain numbers such as 0.01, since STYLE turns off mathematical text."""
     from matplotlib.ticker import LogFormatter
 
     class Plain(LogFormatter):
@@ -92,4 +93,4 @@ def plain_powers(axis: Axis) -> None:
             return f"{x:g}" if super().__call__(x, pos) else ""
 
     axis.set_major_formatter(Plain())
-    axis.set_minor_formatter(Plain(minor_thresholds=(1, 0.4)))  # numbers where a decade alone is in view
+    axis.set_minor_formatter(Plain(minor_thresholds=(1, 0.4)))  # for axes that show less than a decade

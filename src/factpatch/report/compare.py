@@ -1,4 +1,4 @@
-"""Methods against each other: whose weighted score is higher, whose updates are alike, which weights they change."""
+"""Comparisons of methods: weighted scores, similarity of updates, and which weights they change."""
 
 from __future__ import annotations
 
@@ -8,48 +8,70 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from factpatch.report.runs import METRICS, TASKS, Evaluation
+from factpatch.report.runs import Evaluation, grouped
 
 SAMPLES = 10_000
 
 
 @dataclass(frozen=True)
 class Contest:
-    """Systems of one task under weights drawn from Dirichlet(1, 1, 1) over success, retain and equivalence."""
+    """Systems of one model, scored under random weightings of success, retain and equivalence.
+
+    Weights are drawn from Dirichlet(1, 1, 1). The share of weightings under which a system wins says how much the
+    choice of weights matters. It is not a confidence: it knows nothing about the number of edits.
+    """
 
     task: str
+    title: str
     labels: list[str]
-    totals: np.ndarray  # (systems, samples) weighted scores
-    wins: np.ndarray  # (systems, systems) probability that the row's system beats the column's
+    note: str  # in which conditions the runs differ; empty if in none
+    totals: np.ndarray  # (systems, samples)  weighted scores
+    wins: np.ndarray  # (systems, systems)  share of weightings under which the row scores higher than the column
 
 
 def contests(runs: Sequence[Evaluation], seed: int) -> list[Contest]:
-    """One for each task with two systems or more that have all three metrics."""
+    """One contest for each model with at least two systems that have all three metrics."""
     found = []
-    for task in TASKS:
-        scores = {run.label: s for run in runs if run.task == task and (s := _three_scores(run)) is not None}
+    for group in grouped(runs):
+        scores = {run.label: s for run in group.runs if (s := _three_scores(run)) is not None}
         if len(scores) > 1:
-            found.append(Contest(task, list(scores), *weigh(np.array(list(scores.values())), seed)))
+            differing = differing_conditions([run for run in group.runs if run.label in scores])
+            note = f"runs differ in {' and '.join(differing)}" if differing else ""
+            totals, wins = weigh(np.array(list(scores.values())), seed)
+            found.append(Contest(group.task, group.title, list(scores), note, totals, wins))
     return found
 
 
+def differing_conditions(runs: Sequence[Evaluation]) -> list[str]:
+    """The conditions in which runs differ, so that their values should not be ranked."""
+    conditions = {
+        "precision": {run.conditions.precision for run in runs},
+        "number of edits": {run.result.edits for run in runs},
+        "number of inputs": {run.result.retain_inputs for run in runs},
+    }
+    differing = [name for name, values in conditions.items() if len(values) > 1]
+    data = {run.conditions.revisions for run in runs}
+    return differing or (["data"] if len(data) > 1 else [])
+
+
 def weigh(scores: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Totals and wins of systems by their scores, (systems, 3). A tie is half a win."""
+    """Totals and wins of systems from their scores, (systems, 3). A tie is half a win."""
     weights = np.random.default_rng(seed).dirichlet(np.ones(3), SAMPLES)  # (samples, 3)
-    # Of the difference rather than of the totals, so that equal systems tie whatever the rounding.
+    # The differences are weighted rather than the totals, so that equal systems tie whatever the rounding.
     lead = (scores[:, None] - scores) @ weights.T  # (systems, systems, samples)
     return scores @ weights.T, ((lead > 0) + 0.5 * (lead == 0)).mean(-1)
 
 
 def _three_scores(run: Evaluation) -> list[float] | None:
-    """Generated paraphrases count, or those that people wrote where there are no others."""
-    success, retain, generated, human = (run.result[metric] for metric in METRICS[:4])
-    equivalence = human if generated is None else generated
+    """Success, retain and equivalence: on generated paraphrases if there are any, otherwise on human ones."""
+    metrics = run.result.metrics
+    success, retain, equivalence = (metrics[key] for key in ("success", "retain", "equivalence"))
+    equivalence = metrics["equivalence_human"] if equivalence is None else equivalence
     return None if success is None or retain is None or equivalence is None else [success, retain, equivalence]
 
 
 def cosines(runs: Sequence[Evaluation]) -> np.ndarray:
-    """Mean cosine of the updates of each two runs over the edits they share, (runs, runs); NaN where there are none."""
+    """Mean cosine between the updates of each two runs over the edits they share: (runs, runs), NaN without any."""
     return np.array([[_cosine(a, b) for b in runs] for a in runs])
 
 
@@ -63,23 +85,23 @@ def _cosine(a: Evaluation, b: Evaluation) -> float:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a weight stands in a model: `model.decoder.layers.1.fc1` is decoder, 1, fc1."""
+class Position:
+    """The position of a weight in a model: `model.decoder.layers.1.fc1` is decoder, 1, fc1."""
 
     stack: str
     block: int | None
     kind: str
 
 
-def place(weight: str) -> Place:
-    """The first number in a name is the block, what follows it the kind. A weight outside the blocks has no number."""
+def position(weight: str) -> Position:
+    """Splits a weight's name: the first number is the block, the rest is the kind. Some weights have no block."""
     name = weight.removesuffix(".weight")
     match = re.fullmatch(r"(.*?)\.(\d+)\.(.+)", name)
     if match is None:
-        return Place("", None, name)
+        return Position("", None, name)
     stack, block, kind = match.groups()
     sides = [side for side in ("encoder", "decoder") if side in stack.split(".")]
-    return Place(sides[-1] if sides else stack, int(block), kind)
+    return Position(sides[-1] if sides else stack, int(block), kind)
 
 
 @dataclass(frozen=True)
@@ -93,19 +115,19 @@ class Grid:
 
     @property
     def shares(self) -> np.ndarray:
-        """Of the largest."""
+        """The values relative to the largest."""
         return self.values / np.nanmax(self.values)
 
 
 def grid(magnitudes: Mapping[str, float]) -> Grid:
-    """Encoder over decoder, each from its first block to its last."""
-    places = {weight: place(weight) for weight in magnitudes}
-    stacks = sorted(dict.fromkeys(p.stack for p in places.values()), key=lambda stack: stack == "decoder")
-    kinds = list(dict.fromkeys(p.kind for p in places.values()))
-    blocks = {(p.stack, p.block) for p in places.values()}
+    """Arranges weights by block: the encoder above the decoder, each from its first block to its last."""
+    positions = {weight: position(weight) for weight in magnitudes}
+    stacks = sorted(dict.fromkeys(p.stack for p in positions.values()), key=lambda stack: stack == "decoder")
+    kinds = list(dict.fromkeys(p.kind for p in positions.values()))
+    blocks = {(p.stack, p.block) for p in positions.values()}
     rows = sorted(blocks, key=lambda row: (stacks.index(row[0]), -1 if row[1] is None else row[1]))
     values = np.full((len(rows), len(kinds)), np.nan)
-    for weight, p in places.items():
+    for weight, p in positions.items():
         values[rows.index((p.stack, p.block)), kinds.index(p.kind)] = magnitudes[weight]
     return Grid(
         rows=[_row_name(stack if len(stacks) > 1 else "", block) for stack, block in rows],
@@ -120,7 +142,7 @@ def _row_name(stack: str, block: int | None) -> str:
 
 
 def _shortest_endings(kinds: Sequence[str]) -> list[str]:
-    """attention.self.query is query, unless another kind ends in that too."""
+    """Shortens names as far as they stay unique: attention.self.query becomes query."""
     endings = []
     for kind in kinds:
         parts = kind.split(".")

@@ -1,4 +1,4 @@
-"""Training curves."""
+"""Training curves: metrics on the held-out set, losses and constraints at each validation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from factpatch.metrics import METRICS
 from factpatch.report.canvas import STROKES, new_figure, plain_powers, wrapped
 from factpatch.report.runs import Training
 
@@ -14,20 +15,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-RATES = {
-    "success": "success",
-    "retain": "retain",
-    "equivalence": "equivalence",
-    "equivalence_human": "equivalence, human",
-}
+RATES = ("success", "retain", "equivalence", "equivalence_human")
 
 
 def draw_curves(training: Training) -> Figure:
-    """Rates; loss and constraints against their margins; multipliers."""
+    """Draws rates, the loss and constraints with their margins, and multipliers."""
     constraints = training.constraints()
     heights = [2.3, 2.3, 1.3] if constraints else [2.3, 2.0]
     figure = new_figure(sum(heights) + 0.7, 7.5)
-    figure.suptitle(wrapped(f"Training of {training.name}: each validation", 80))
+    figure.suptitle("Training of an editor: metrics at each validation")
     rates, losses, *below = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     _draw_lines(rates, training, _measured([training]), scale=100)
     rates.set(ylabel="share, %")
@@ -48,10 +44,10 @@ def draw_curves(training: Training) -> Figure:
 
 
 def draw_comparison(trainings: Sequence[Training]) -> Figure:
-    """Rates of several runs, a panel a rate."""
+    """Draws the rates of several runs, with one panel per rate."""
     measured = _measured(trainings)
     figure = new_figure(2.1 * len(measured) + 0.8, 7.5)
-    figure.suptitle("Training runs beside each other: each validation")
+    figure.suptitle("Training runs compared: metrics at each validation")
     panels = figure.subplots(len(measured), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (key, label) in zip(panels, measured.items(), strict=True):
         for i, training in enumerate(trainings):
@@ -66,9 +62,9 @@ def draw_comparison(trainings: Sequence[Training]) -> Figure:
 
 
 def _measured(trainings: Sequence[Training]) -> dict[str, str]:
-    """Paraphrases that people wrote are there for some data only; the others are always shown."""
-    optional = "equivalence_human"
-    return {key: label for key, label in RATES.items() if key != optional or any(t.has(key) for t in trainings)}
+    """The rates to show, with labels. Only some data has paraphrases written by people."""
+    shown = [key for key in RATES if key != "equivalence_human" or any(t.has(key) for t in trainings)]
+    return {key: METRICS[key].label.lower() for key in shown}
 
 
 def _draw_lines(axes: Axes, training: Training, shown: dict[str, str], scale: float = 1) -> None:

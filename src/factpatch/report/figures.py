@@ -1,4 +1,4 @@
-"""The paper's figures of edit methods: logits, changed weights, cosines, weighted scores."""
+"""Figures of edit methods (De Cao et al., 2021): scores, changed weights, cosines, weighted metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from factpatch.report.beams import draw_beams
 from factpatch.report.canvas import BLUE, DARK, ORANGE, new_figure, plain_powers, wrapped
 from factpatch.report.compare import Contest, Grid, cosines, grid
 from factpatch.report.curves import draw_comparison, draw_curves
-from factpatch.report.runs import TASKS, Details, Evaluation, Training
+from factpatch.report.joint import draw_joint
+from factpatch.report.runs import Details, Evaluation, Group, Training, grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,15 +24,15 @@ SCORES = {
     "classify": "log-odds of the original prediction",
     "answer": "mean log-probability of the original answer",
 }
-FEW = 1000  # up to so many points are drawn one by one
-FAINTEST = 1e-4  # of the largest change; below it all look alike
+FEW = 1000  # up to this many points are drawn one by one
+FAINTEST = 1e-4  # relative to the largest change; smaller ones share a colour
 PANELS = 5  # heat maps side by side
 
 
 def list_figures(
     runs: Sequence[Evaluation], trainings: Sequence[Training], contests: Sequence[Contest]
 ) -> dict[str, Callable[[], Figure]]:
-    """By file name, how to draw each figure for which there is something to show."""
+    """Functions that draw each figure for which there is something to show, by file name."""
     detailed = [(run, run.details) for run in runs if run.details is not None]
     changing = [run for run, details in detailed if any(size > 0 for size in details.magnitudes.values())]
     sketched = [run for run, details in detailed if details.sketches]
@@ -39,11 +40,13 @@ def list_figures(
         f"logits-{run.name}": partial(draw_logits, run, details) for run, details in detailed if len(details.before)
     }
     if changing:
-        drawings["magnitudes"] = partial(draw_magnitudes, changing)
-    if any(len(group) > 1 for group in _by_task(sketched).values()):
-        drawings["cosines"] = partial(draw_cosines, sketched)
+        drawings["magnitudes"] = partial(draw_magnitudes, grouped(changing))
+    if several := [group for group in grouped(sketched) if len(group.runs) > 1]:
+        drawings["cosines"] = partial(draw_cosines, several)
     if contests:
         drawings["dirichlet"] = partial(draw_contests, contests)
+    if joint := grouped([run for run in runs if run.result.curve]):
+        drawings["together"] = partial(draw_joint, joint)
     drawings |= {
         f"beams-{run.name}": partial(draw_beams, run, run.examples[0])
         for run in runs
@@ -55,13 +58,8 @@ def list_figures(
     return drawings
 
 
-def _by_task(runs: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
-    groups = {task: [run for run in runs if run.task == task] for task in TASKS}
-    return {task: group for task, group in groups.items() if group}
-
-
 def draw_logits(run: Evaluation, details: Details) -> Figure:
-    """Scores of inputs that were not edited: an ideal edit leaves all on the diagonal (the paper's Figure 3)."""
+    """Draws scores of control inputs; an ideal edit leaves all on the diagonal (Figure 3 of De Cao et al.)."""
     figure = new_figure(5.3, 5.8)
     axes = figure.add_subplot()
     flipped = details.changed
@@ -72,10 +70,15 @@ def draw_logits(run: Evaluation, details: Details) -> Figure:
     pad = 0.04 * (np.ptp(both) or 1)
     limits = (both.min() - pad, both.max() + pad)
     axes.set(xlim=limits, ylim=limits, aspect="equal")
-    axes.set(xlabel=f"{SCORES[run.task]}, before", ylabel=f"{SCORES[run.task]}, after")
-    kept = 100 * (1 - flipped.mean())
-    title = wrapped(f"{TASKS[run.task]}, {run.label}:", 50)
-    axes.set_title(f"{title}\n{kept:.2f} % of {len(flipped):,} sampled predictions are kept")
+    score = SCORES.get(run.conditions.task, "score of the original prediction")
+    axes.set(xlabel=f"{score}, before", ylabel=f"{score}, after")
+    (group,) = grouped([run])
+    edits, inputs = details.sample or (None, None)
+    sample = f"{edits} edits × {inputs} inputs" if edits else f"{len(flipped):,} pairs of an edit and an input"
+    kept = f"{100 * (1 - flipped.mean()):.2f} % of predictions kept in a sample of {sample}"
+    whole = run.result.metrics["retain"]
+    of_all = f"\n(retain over all {run.result.edits:,} edits: {100 * whole:.2f} %)" if whole is not None else ""
+    axes.set_title(f"{wrapped(group.title, 70)}\n{wrapped(run.label, 70)}\n{kept}{of_all}")
     figure.legend(loc="outside lower center", ncols=3, handletextpad=0.4, columnspacing=1.2)
     return figure
 
@@ -102,29 +105,26 @@ def _draw_flipped(axes: Axes, before: np.ndarray, after: np.ndarray) -> None:
     axes.scatter(before[::step], after[::step], label=label, **look)
 
 
-def draw_magnitudes(runs: Sequence[Evaluation]) -> Figure:
-    """Which weights each method changes (the paper's Figure 4), each relative to its largest."""
-    groups = {task: _grids(group) for task, group in _by_task(runs).items()}
-    heights = [_maps_height(list(grids.values())) for grids in groups.values()]
-    figure = new_figure(sum(heights))
-    figure.suptitle("Which weights each method changes")
-    for part, (task, grids) in zip(_parts(figure, heights), groups.items(), strict=True):
-        _draw_maps(part, TASKS[task], grids)
+def draw_magnitudes(groups: Sequence[Group]) -> Figure:
+    """Draws which weights each method changes, relative to its largest change (Figure 4 of De Cao et al.)."""
+    grids = [_grids(group.runs) for group in groups]
+    heights = [_maps_height(list(found.values())) for found in grids]
+    figure = new_figure(sum(heights) + 0.2)
+    figure.suptitle("Root mean square change of each weight, relative to the method's largest")
+    for part, group, found in zip(_parts(figure, heights), groups, grids, strict=True):
+        _draw_maps(part, group.title, found)
     return figure
 
 
 def _grids(runs: Sequence[Evaluation]) -> dict[str, Grid]:
-    """By label. Weights that only other methods change in the same model have changed by 0."""
-    found = {}
-    for run in runs:
-        alike = [other.details.magnitudes for other in runs if other.details and other.model == run.model]
-        nothing = dict.fromkeys((weight for magnitudes in alike for weight in magnitudes), 0.0)
-        found[run.label] = grid(nothing | (run.details.magnitudes if run.details else {}))
-    return found
+    """Changes by label of the run. Weights that only other methods change have changed by 0."""
+    changes = {run.label: run.details.magnitudes for run in runs if run.details}
+    nothing = dict.fromkeys((weight for magnitudes in changes.values() for weight in magnitudes), 0.0)
+    return {label: grid(nothing | magnitudes) for label, magnitudes in changes.items()}
 
 
 def _arrange(grids: Sequence[Grid]) -> tuple[int, int, bool]:
-    """Lines, columns, and whether each panel needs labels of its own, or those of a line and a column do for all."""
+    """Lines, columns, and whether each panel needs its own labels instead of sharing those of its line and column."""
     lines = ceil(len(grids) / PANELS)
     columns = ceil(len(grids) / lines)
     alike = len({(*found.rows, *found.columns) for found in grids}) == 1
@@ -133,17 +133,16 @@ def _arrange(grids: Sequence[Grid]) -> tuple[int, int, bool]:
 
 def _maps_height(grids: Sequence[Grid]) -> float:
     lines, _, labelled = _arrange(grids)
-    names = 1.4  # the weights', upright
-    return 0.8 + lines * (0.7 + 0.19 * max(len(found.rows) for found in grids)) + names * (lines if labelled else 1)
+    names = 1.4  # inches for the upright names of weights
+    return 1.1 + lines * (0.7 + 0.19 * max(len(found.rows) for found in grids)) + names * (lines if labelled else 1)
 
 
 def _draw_maps(part: SubFigure, title: str, grids: dict[str, Grid]) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 
-    unchanged = any((found.values == 0).any() for found in grids.values())
-    note = "; hatched: unchanged" if unchanged else ""
-    part.suptitle(f"{title}: root mean square change, relative to the method's largest{note}", fontsize=9.5)
+    part.suptitle(wrapped(title, 100), fontsize=9.5)
+    _add_legend(part, list(grids.values()))
     lowest = min(found.shares[found.shares > 0].min() for found in grids.values())
     norm = LogNorm(min(max(lowest, FAINTEST), 0.5), 1)
     lines, columns, labelled = _arrange(list(grids.values()))
@@ -167,6 +166,24 @@ def _draw_maps(part: SubFigure, title: str, grids: dict[str, Grid]) -> None:
     plain_powers(bar.ax.yaxis)
 
 
+def _add_legend(part: SubFigure, grids: Sequence[Grid]) -> None:
+    """Explains cells without a colour."""
+    from matplotlib.patches import Patch
+
+    kinds = {
+        "unchanged by this method": any((found.values == 0).any() for found in grids),
+        "no such weight in this layer": any(np.isnan(found.values).any() for found in grids),
+    }
+    looks = [{"hatch": "////", "edgecolor": "0.6"}, {"edgecolor": "0.6"}]
+    handles = [
+        Patch(facecolor="white", label=label, **look)
+        for (label, shown), look in zip(kinds.items(), looks, strict=True)
+        if shown
+    ]
+    if handles:
+        part.legend(handles=handles, loc="outside lower center", ncols=2)
+
+
 def _draw_map(axes: Axes, found: Grid, norm: Any) -> None:
     axes.imshow(np.ma.masked_where(~(found.shares > 0), found.shares), norm=norm, cmap="viridis", aspect="auto")
     _hatch(axes, found.values == 0)
@@ -185,39 +202,40 @@ def _hatch(axes: Axes, cells: np.ndarray) -> None:
         axes.add_patch(box)
 
 
-def draw_cosines(runs: Sequence[Evaluation]) -> Figure:
-    """How alike the updates of each two methods are (the paper's Table 2)."""
-    groups = {task: group for task, group in _by_task(runs).items() if len(group) > 1}
-    heights = [0.8 + _rows_height([run.label for run in group]) for group in groups.values()]
-    figure = new_figure(sum(heights) + 0.3, 3.2 + 0.75 * max(len(group) for group in groups.values()))
+def draw_cosines(groups: Sequence[Group]) -> Figure:
+    """Draws how similar the updates of each two methods are (Table 2 of De Cao et al.)."""
+    heights = [1.0 + _rows_height([run.label for run in group.runs]) for group in groups]
+    figure = new_figure(sum(heights) + 0.3, 3.6 + 0.75 * max(len(group.runs) for group in groups))
     figure.suptitle("Mean cosine between updates of the same edit")
-    for part, (task, group) in zip(_parts(figure, heights), groups.items(), strict=True):
+    for part, group in zip(_parts(figure, heights), groups, strict=True):
         axes = part.subplots()
-        values = cosines(group)
-        _draw_matrix(axes, values, [run.label for run in group], lowest=np.nanmin(values, initial=0), digits=3)
-        axes.set(title=TASKS[task], xlabel="method", ylabel="method")
+        values = cosines(group.runs)
+        _draw_matrix(axes, values, [run.label for run in group.runs], lowest=np.nanmin(values, initial=0), digits=3)
+        axes.set(title=wrapped(group.title, 40), xlabel="method", ylabel="method")
     return figure
 
 
 def draw_contests(contests: Sequence[Contest]) -> Figure:
-    """Weighted scores, and who wins how often (the paper's Figures 5 and 6)."""
-    heights = [1.1 + _rows_height(contest.labels) for contest in contests]
+    """Draws scores under random weightings of the metrics (Figures 5 and 6 of De Cao et al.)."""
+    heights = [1.5 + _rows_height(contest.labels) for contest in contests]
     figure = new_figure(sum(heights) + 0.3)
-    figure.suptitle("Success, retain and equivalence, weighted at random: Dirichlet(1, 1, 1)")
+    figure.suptitle("Random weightings of the three metrics success, retain and equivalence: Dirichlet(1, 1, 1)")
     for part, contest in zip(_parts(figure, heights), contests, strict=True):
+        part.suptitle(wrapped(contest.title + (f" ({contest.note})" if contest.note else ""), 100), fontsize=9.5)
         scores, wins = part.subplots(1, 2, width_ratios=[1.1, 1])
         _draw_densities(scores, 100 * contest.totals)
         _label_rows(scores, contest.labels)
-        scores.set_title(f"{TASKS[contest.task]}: densities of the score")
+        scores.set_title("Distribution of the weighted score")
         others = np.where(np.eye(len(contest.labels)), np.nan, contest.wins)
         _draw_matrix(wins, others, contest.labels, lowest=0, digits=2)
         wins.set_yticks(wins.get_xticks(), [label.get_text() for label in wins.get_xticklabels()])
-        wins.set(title="Probability that the row beats the column", xlabel="system", ylabel="system")
+        wins.set(title="Share of weightings under which the row\nscores higher than the column", xlabel="system")
+        wins.set_ylabel("system")
     return figure
 
 
 def _draw_densities(axes: Axes, totals: np.ndarray) -> None:
-    """A row a system, each as high as its own peak, so that a narrow one does not flatten the others."""
+    """Draws one row per system, each scaled to its own peak, so that a narrow one does not flatten the others."""
     for row, scores in enumerate(totals):
         middle, reach = (scores.max() + scores.min()) / 2, max(np.ptp(scores), 0.2) / 2
         counts, edges = np.histogram(scores, bins=24, range=(middle - reach, middle + reach))
@@ -233,7 +251,7 @@ def _draw_densities(axes: Axes, totals: np.ndarray) -> None:
 
 
 def _draw_matrix(axes: Axes, values: np.ndarray, labels: Sequence[str], lowest: float, digits: int) -> None:
-    """A heat map with its numbers in the cells; columns have the rows' numbers, for long labels would not fit."""
+    """Draws a heat map with numbers in the cells. Columns are numbered like the rows, as long labels do not fit."""
     axes.imshow(values, vmin=lowest, vmax=1, cmap="cividis", aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         light = np.isnan(value) or (value - lowest) / (1 - lowest) > 0.5
@@ -250,10 +268,10 @@ def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
 
 
 def _rows_height(labels: Sequence[str]) -> float:
-    """In inches, so that the longest label has room for its lines."""
+    """The height in inches that leaves room for all lines of the longest label."""
     return len(labels) * max(0.45, *(0.18 * (wrapped(label).count("\n") + 1) for label in labels))
 
 
 def _parts(figure: Figure, heights: Sequence[float]) -> list[SubFigure]:
-    """One below the other."""
+    """Divides a figure into parts, one below the other."""
     return list(figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat)

@@ -1,29 +1,33 @@
-"""The paper's main table (Table 1): one row a run, for Markdown, LaTeX, spreadsheets and the terminal."""
+"""The main table (Table 1 of De Cao et al., 2021), one row per run: Markdown, LaTeX and terminal."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from textwrap import fill
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table as TerminalTable
 
-from factpatch.files import atomic_file
-from factpatch.report.compare import Contest
-from factpatch.report.runs import METRICS, TASKS, Evaluation, short_number
+from factpatch.evaluation.summary import Result
+from factpatch.metrics import METRICS, Metric
+from factpatch.report.compare import differing_conditions
+from factpatch.report.runs import Evaluation, Group, grouped
 
 NOTHING = "-"
+NOTES = [
+    "Equivalence: generated paraphrases / paraphrases written by people.",
+    "In brackets: 95 % intervals. Bold: the best of a column, and all that its interval does not set apart.",
+]
+POWER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e(-?\d+)\b")
 LATEX_SPECIAL = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
     "\\": "\\textbackslash{}",
     "~": "\\textasciitilde{}",
     "^": "\\textasciicircum{}",
-    "[": "{[}",  # after the \\ of the row before it would be read as that row's option
+    "[": "{[}",  # at the start of a row, LaTeX would read it as an option of the \\ before
     "×": "$\\times$",
     "−": "$-$",
     "↑": "$\\uparrow$",
@@ -37,146 +41,161 @@ class Number:
 
     value: str
     interval: str  # empty where there is none
-    best: bool  # of its column, among the runs of its task
+    best: bool
 
 
 @dataclass(frozen=True)
 class Line:
+    """One run."""
+
     label: str
-    cells: list[list[Number]]  # a column's numbers: two where generated and human paraphrases were measured
+    cells: list[list[Number]]  # by column; a column has several numbers if metrics share it
     size: str
 
 
 @dataclass(frozen=True)
-class Table:
-    titles: list[str]
-    groups: dict[str, list[Line]]  # by task
+class Section:
+    """The runs of one task and model."""
+
+    title: str
+    lines: list[Line]
+    note: str  # why nothing is bold; empty otherwise
 
 
 @dataclass(frozen=True)
 class Column:
-    title: str
-    short: str  # for the terminal
-    metrics: tuple[str, ...]
-    lower_is_better: bool
-    show: Callable[[float], str]
+    """Metrics that are shown side by side."""
+
+    metrics: dict[str, Metric]
+
+    @property
+    def first(self) -> Metric:
+        return next(iter(self.metrics.values()))
+
+    @property
+    def title(self) -> str:
+        unit = f", {self.first.unit}" if self.first.unit else ""
+        return f"{self.first.label}{unit} {self.first.arrow}"
 
 
-def _percent(decimals: int) -> Callable[[float], str]:
-    return lambda share: f"{100 * share:z.{decimals}f}".replace("-", "−")
-
-
-# Retain and deterioration are means over edits times inputs, so they bear another decimal.
-COLUMNS = (
-    Column("Success, % ↑", "Success ↑", ("success",), False, _percent(1)),
-    Column("Retain, % ↑", "Retain ↑", ("retain",), False, _percent(2)),
-    Column("Equivalence, % ↑", "Equiv. ↑", ("equivalence", "equivalence_human"), False, _percent(1)),
-    Column("Deterioration, % ↓", "Deter. ↓", ("deterioration",), True, _percent(2)),
-    Column("Mean KL ↓", "KL ↓", ("kl_mean",), True, short_number),
-)
-
-
-def main_table(runs: Sequence[Evaluation]) -> Table:
-    groups = {task: [run for run in runs if run.task == task] for task in TASKS}
-    return Table(
-        titles=["Method", *(column.title for column in COLUMNS), "Edits × inputs"],
-        groups={TASKS[task]: _lines(group) for task, group in groups.items() if group},
-    )
-
-
-def _lines(runs: Sequence[Evaluation]) -> list[Line]:
-    best = {metric: _best(runs, metric, column) for column in COLUMNS for metric in column.metrics}
+def columns() -> list[Column]:
+    """The columns of the table, from the table of metrics."""
+    shown = {key: metric for key, metric in METRICS.items() if metric.in_tables}
     return [
-        Line(
-            label=run.label,
-            cells=[[_number(run, metric, column, best[metric]) for metric in column.metrics] for column in COLUMNS],
-            size=f"{run.edits:,} × {run.inputs:,}",
-        )
-        for run in runs
+        Column({key: metric, **{k: m for k, m in shown.items() if m.column_of == key}})
+        for key, metric in shown.items()
+        if metric.column_of is None
     ]
 
 
-def _best(runs: Sequence[Evaluation], metric: str, column: Column) -> str | None:
-    """As shown, so that all runs that look best are; none where there is nothing to compare."""
-    values = [value for run in runs if (value := run.result[metric]) is not None]
-    if len(values) < 2:
-        return None
-    return column.show(min(values) if column.lower_is_better else max(values))
+def main_table(runs: Sequence[Evaluation]) -> list[Section]:
+    return [_section(group) for group in grouped(runs)]
 
 
-def _number(run: Evaluation, metric: str, column: Column, best: str | None) -> Number:
-    value = run.result[metric]
+def _section(group: Group) -> Section:
+    differing = differing_conditions(group.runs)
+    ranked = {} if differing else {key: best_runs(group.runs, key) for key in METRICS}
+    lines = [
+        Line(
+            label=run.label,
+            cells=[[_number(run, key, i in ranked.get(key, ())) for key in column.metrics] for column in columns()],
+            size=f"{run.result.edits:,} × {run.result.retain_inputs:,}",
+        )
+        for i, run in enumerate(group.runs)
+    ]
+    note = f"Nothing is bold, because the runs differ in {' and '.join(differing)}." if differing else ""
+    return Section(group.title, lines, note)
+
+
+def best_runs(runs: Sequence[Evaluation], key: str) -> set[int]:
+    """The indices of the runs with the best value of a metric, and of those that intervals do not set apart from it."""
+    metric = METRICS[key]
+    values = {i: value for i, run in enumerate(runs) if (value := run.result.metrics[key]) is not None}
+    goodness = {i: metric.goodness(value) for i, value in values.items()}
+    if len(goodness) < 2 or not metric.ranked:
+        return set()
+    best = max(goodness, key=lambda i: goodness[i])
+
+    def covers(result: Result, value: float) -> bool:
+        low, high = sorted(map(metric.goodness, result.intervals.get(key, (result.metrics[key],) * 2)))
+        return low <= value <= high
+
+    return {
+        i
+        for i in goodness
+        if metric.show(goodness[i]) == metric.show(goodness[best])
+        or covers(runs[i].result, goodness[best])
+        or covers(runs[best].result, goodness[i])
+    }
+
+
+def _number(run: Evaluation, key: str, best: bool) -> Number:
+    value, show = run.result.metrics[key], METRICS[key].show
     if value is None:
         return Number(NOTHING, "", False)
-    shown = column.show(value)
-    interval = f"[{', '.join(map(column.show, run.intervals[metric]))}]" if metric in run.intervals else ""
-    return Number(shown, interval, shown == best)
+    low_and_high = run.result.intervals.get(key)
+    return Number(show(value), f"[{', '.join(map(show, low_and_high))}]" if low_and_high else "", best)
 
 
-def _cell(numbers: Sequence[Number], show: Callable[[Number], str]) -> str:
-    """Generated / human; the second is left out where there is none."""
-    kept = [number for i, number in enumerate(numbers) if i == 0 or number.value != NOTHING]
-    return " / ".join(map(show, kept))
+def _kept(numbers: Sequence[Number]) -> list[Number]:
+    """The numbers of a cell; missing ones are shown only where the cell would be empty."""
+    return [number for i, number in enumerate(numbers) if i == 0 or number.value != NOTHING]
 
 
-def write_tables(table: Table, runs: Sequence[Evaluation], contests: Sequence[Contest], folder: Path) -> list[Path]:
-    """table.md, table.tex, table.csv and dirichlet.csv, those for which there is something."""
-    texts: dict[str, str] = {}
-    if runs:
-        texts |= {"table.md": markdown(table), "table.tex": latex(table), "table.csv": raw_numbers(runs)}
-    if contests:
-        texts["dirichlet.csv"] = win_probabilities(contests)
-    for name, text in texts.items():
-        with atomic_file(folder / name) as scratch:
-            scratch.write_text(text, encoding="utf-8")
-    return [folder / name for name in texts]
-
-
-def markdown(table: Table) -> str:
+def markdown(table: Sequence[Section]) -> str:
     def show(number: Number) -> str:
         value = f"**{number.value}**" if number.best else number.value
         return f"{value} {number.interval}".strip()
 
+    titles = ["Method", *(column.title for column in columns()), "Edits × inputs"]
     sections = []
-    for task, lines in table.groups.items():
-        rows = [[_markdown_text(line.label), *(_cell(c, show) for c in line.cells), line.size] for line in lines]
-        rule = ["---", *["---:"] * (len(table.titles) - 1)]
-        grid = "".join(f"| {' | '.join(row)} |\n" for row in [table.titles, rule, *rows])
-        sections.append(f"### {task}\n\n{grid}")
-    return "\n".join([*sections, _note()])
-
-
-def _note() -> str:
-    return (
-        "Equivalence: of generated paraphrases / of those that people wrote. "
-        "In brackets: 95 % intervals. Bold: the best of a column.\n"
-    )
+    for section in table:
+        rows = [
+            [_markdown_text(line.label), *(" / ".join(map(show, _kept(cell))) for cell in line.cells), line.size]
+            for line in section.lines
+        ]
+        rule = ["---", *["---:"] * (len(titles) - 1)]
+        grid = "".join(f"| {' | '.join(row)} |\n" for row in [titles, rule, *rows])
+        note = f"\n{section.note}\n" if section.note else ""
+        sections.append(f"### {_markdown_text(section.title)}\n\n{grid}{note}")
+    return "\n".join([*sections, *(f"{note}\n" for note in NOTES)])
 
 
 def _markdown_text(text: str) -> str:
     return "".join(f"\\{character}" if character in "\\|*`<" else character for character in text)
 
 
-def latex(table: Table) -> str:
-    def show(number: Number) -> str:
-        value = latex_text(number.value)
-        interval = f" {{\\scriptsize {latex_text(number.interval)}}}" if number.interval else ""
-        return (f"\\textbf{{{value}}}" if number.best else value) + interval
+def latex(table: Sequence[Section]) -> str:
+    """Each run has a row of numbers and, below it, a row of intervals, so that the table fits a page."""
 
-    width = len(table.titles)
+    def bold(number: Number) -> str:
+        return f"\\textbf{{{latex_text(number.value)}}}" if number.best else latex_text(number.value)
+
+    found = columns()
+    width = len(found) + 2
+    units = [f"{column.first.unit} {column.first.arrow}".strip() for column in found]
     body = [
-        "% needs \\usepackage{booktabs}",
-        f"\\begin{{tabular}}{{l{'r' * (width - 1)}}}",
+        "% needs \\usepackage{array,booktabs}",
+        f"\\begin{{tabular}}{{>{{\\raggedright\\arraybackslash}}p{{0.24\\linewidth}}{'r' * (width - 1)}}}",
         "\\toprule",
-        _latex_row(map(latex_text, table.titles)),
+        _latex_row(map(latex_text, ["Method", *(column.first.label for column in found), "Edits ×"])),
+        _latex_row(map(latex_text, ["", *units, "inputs"])),
     ]
-    for task, lines in table.groups.items():
-        body += ["\\midrule", f"\\multicolumn{{{width}}}{{l}}{{\\textit{{{latex_text(task)}}}}} \\\\"]
-        body += [
-            _latex_row([latex_text(line.label), *(_cell(c, show) for c in line.cells), latex_text(line.size)])
-            for line in lines
-        ]
-    return "\n".join([*body, "\\bottomrule", "\\end{tabular}", ""])
+    for section in table:
+        body += ["\\midrule", _spanning(width, f"\\textit{{{latex_text(section.title)}}}"), "\\addlinespace"]
+        for line in section.lines:
+            cells = (" / ".join(map(bold, _kept(cell))) for cell in line.cells)
+            body.append(_latex_row([latex_text(line.label), *cells, latex_text(line.size)]))
+            if any(number.interval for cell in line.cells for number in cell):
+                below = (" / ".join(n.interval for n in cell if n.interval) for cell in line.cells)
+                small = (f"{{\\scriptsize {latex_text(text)}}}" if text else "" for text in below)
+                body.append(_latex_row(["", *small, ""]))
+        body += [_spanning(width, f"\\footnotesize {latex_text(section.note)}")] if section.note else []
+    return "\n".join([*body, "\\bottomrule", "\\end{tabular}", *(f"% {note}" for note in NOTES), ""])
+
+
+def _spanning(width: int, text: str) -> str:
+    return f"\\multicolumn{{{width}}}{{p{{0.95\\linewidth}}}}{{{text}}} \\\\"
 
 
 def _latex_row(cells: Iterable[str]) -> str:
@@ -184,53 +203,34 @@ def _latex_row(cells: Iterable[str]) -> str:
 
 
 def latex_text(text: str) -> str:
-    return text.translate(str.maketrans(LATEX_SPECIAL))
+    """Escapes special characters, and typesets powers such as 1e-4."""
+    escaped = text.translate(str.maketrans(LATEX_SPECIAL))
+
+    def power(match: re.Match[str]) -> str:
+        digits, exponent = match.groups()
+        factor = "" if digits == "1" else f"{digits} \\cdot "
+        return f"${factor}10^{{{exponent}}}$"
+
+    return POWER.sub(power, escaped)
 
 
-def raw_numbers(runs: Sequence[Evaluation]) -> str:
-    """CSV: rates from 0 to 1 with their intervals, empty where there is none."""
-    titles = ["task", "method", "run"]
-    for metric in METRICS:
-        titles += [metric, f"{metric}_low", f"{metric}_high"]
-    rows: list[list[object]] = [[*titles, "edits", "retain_inputs", "seconds"]]
-    for run in sorted(runs, key=lambda run: list(TASKS).index(run.task)):
-        numbers = [n for m in METRICS for n in (run.result[m], *run.intervals.get(m, (None, None)))]
-        rows.append([run.task, run.label, run.name, *numbers, run.edits, run.inputs, run.seconds])
-    return _csv(rows)
-
-
-def win_probabilities(contests: Sequence[Contest]) -> str:
-    """CSV: for every two systems of a task, how probable it is that the first scores higher."""
-    rows: list[list[object]] = [["task", "system", "other", "probability"]]
-    for contest in contests:
-        for i, system in enumerate(contest.labels):
-            others = [j for j in range(len(contest.labels)) if j != i]
-            rows += [[contest.task, system, contest.labels[j], float(contest.wins[i, j])] for j in others]
-    return _csv(rows)
-
-
-def _csv(rows: Iterable[Sequence[object]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
-
-
-def terminal_table(table: Table) -> TerminalTable:
-    """Intervals below their numbers, so that it fits 80 columns."""
+def terminal_table(table: Sequence[Section]) -> TerminalTable:
+    """Intervals stand below their numbers, so that the table fits 80 columns."""
 
     def show(number: Number) -> str:
         return f"[bold]{number.value}[/]" if number.best else number.value
 
-    caption = "Rates in %, 95 % intervals in brackets; equivalence: generated / human"
+    notes = [f"{section.title}: {section.note}" for section in table if section.note]
+    caption = "\n".join(["Rates in %, 95 % intervals in brackets; equivalence: generated / human", *notes])
     shown = TerminalTable(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption=caption)
     shown.add_column("Method", no_wrap=True)
-    for title in (*(column.short for column in COLUMNS), "Edits × inputs"):
+    for title in (*(f"{column.first.short} {column.first.arrow}" for column in columns()), "Edits × inputs"):
         shown.add_column(title, justify="right", overflow="fold")
-    for task, lines in table.groups.items():
-        shown.add_row(f"[italic]{task}[/]")
-        for i, line in enumerate(lines):
-            cells = ["\n".join([_cell(c, show), *_intervals(c)]) for c in line.cells]
-            shown.add_row(escape(fill(line.label, 23)), *cells, line.size, end_section=i == len(lines) - 1)
+    for section in table:
+        shown.add_row(f"[italic]{escape(fill(section.title, 23))}[/]")
+        for i, line in enumerate(section.lines):
+            cells = ["\n".join([" / ".join(map(show, _kept(cell))), *_intervals(cell)]) for cell in line.cells]
+            shown.add_row(escape(fill(line.label, 23)), *cells, line.size, end_section=i == len(section.lines) - 1)
     return shown
 
 

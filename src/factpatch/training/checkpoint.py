@@ -1,13 +1,10 @@
-"""Checkpoints without pickle: tensors in safetensors, numbers in JSON, the whole folder swapped in at once."""
+"""The folder of a run and its checkpoints: tensors in safetensors files, numbers in JSON, no pickle."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import signal
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +13,87 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from factpatch.errors import FileError
-from factpatch.files import atomic_folder
+from factpatch.errors import FileError, InputError
+from factpatch.files import PROBE, atomic_folder, check_writable
+
+FORMAT = 2  # of checkpoints
+
+
+class RunFolder:
+    """The folder a run writes to. A folder that is in use is refused, and so is resuming without a checkpoint."""
+
+    def __init__(self, output: str | Path, resume: bool):
+        self.path = Path(output)
+        self.checkpoint = self.path / "checkpoint"
+        stopped = has_checkpoint(self.checkpoint)
+        if resume and not stopped:
+            finished = "the run there is finished, so choose another --output"
+            advice = finished if self._in_use() else "start without --resume"
+            raise FileError(f"nothing to resume: expected a checkpoint in {self.checkpoint}; {advice}")
+        if not resume and self._in_use():
+            advice = "resume its run with --resume, or choose" if stopped else "choose"
+            raise FileError(f"{self.path} is in use; {advice} another --output")
+        check_writable(self.path)
+
+    def _in_use(self) -> bool:
+        """Whether the folder holds anything; a run killed before its first checkpoint does not count."""
+        if not self.path.is_dir():
+            return self.path.exists()
+        # Other processes of this run may be testing at this moment whether they can write here.
+        there = [path for path in self.path.iterdir() if not path.name.startswith((PROBE, ".nfs"))]
+        return has_checkpoint(self.checkpoint) or any(path != self.checkpoint for path in there)
+
+    def check_settings(self, saved: Mapping[str, Any], wanted: Mapping[str, Any], changeable: Iterable[str]) -> None:
+        """Refuses to resume a run with other settings than it had, except for those that are `changeable`."""
+        compared = wanted.keys() - set(changeable)
+        differing = sorted(key for key in compared if wanted[key] != saved.get(key, wanted[key]))
+        if differing:
+            changes = ", ".join(f"{key} was {saved[key]}, now {wanted[key]}" for key in differing)
+            raise InputError(f"the run in {self.path} had other settings: {changes}; resume it with the same ones")
+
+    def sweep(self) -> None:
+        """Removes what a run that was killed while writing has left; other files stay."""
+        written = ("config.json", "metrics.jsonl", "editor", "last", "new")
+        half_written = (path for name in written for path in self.path.glob(f".{name}.*"))
+        for left in (*half_written, *self.path.glob(".checkpoint"), *self.checkpoint.glob(".step-*")):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+    def remove_checkpoint(self) -> None:
+        """Removes the checkpoint by a rename first, so that a kill leaves a complete one or none."""
+        if not self.checkpoint.exists():
+            return
+        doomed = self.path / ".checkpoint"
+        self.checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def save_checkpoint(
     folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], numbers: dict[str, Any]
 ) -> None:
-    """`tensors` by group, such as the model's and the optimizer's, each a file of its own.
+    """Writes one file per group of tensors, such as the model's and the optimizer's, and the numbers as JSON.
 
-    Each checkpoint is a new folder that appears in one rename; older ones go when it is there, so that whenever a run
-    is killed there is a whole one.
+    Each checkpoint is a new folder that appears in one rename. Older ones are removed afterwards, so that there is a
+    complete one whenever a run is killed.
     """
-    place = folder / f"step-{step:09}"
-    with atomic_folder(place) as scratch:
+    with atomic_folder(folder / f"step-{step:09}") as scratch:
         for group, named in tensors.items():
-            save_file(
-                {k: v.detach().cpu().contiguous().clone() for k, v in named.items()}, scratch / f"{group}.safetensors"
-            )
-        (scratch / "state.json").write_text(json.dumps(numbers, indent=2) + "\n")
+            copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named.items()}
+            save_file(copies, scratch / f"{group}.safetensors")
+        (scratch / "state.json").write_text(json.dumps({"format": FORMAT, **numbers}, indent=2) + "\n")
     for older in _checkpoints(folder)[:-1]:
         shutil.rmtree(older)
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Reads the newest checkpoint in a folder."""
+    newest = _checkpoints(folder)[-1]
+    try:
+        numbers = json.loads((newest / "state.json").read_text())
+        if numbers.get("format") == FORMAT:
+            return {path.stem: load_file(path) for path in newest.glob("*.safetensors")}, numbers
+    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+        raise FileError(f"cannot read the checkpoint {newest} ({error}); start a new run") from error
+    raise FileError(f"{newest} was written by another version of factpatch and cannot be resumed; start a new run")
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -47,18 +104,8 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
-def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The newest one."""
-    folder = _checkpoints(folder)[-1]
-    try:
-        numbers = json.loads((folder / "state.json").read_text())
-        return {path.stem: load_file(path) for path in folder.glob("*.safetensors")}, numbers
-    except (OSError, ValueError, SafetensorError) as error:
-        raise FileError(f"no readable checkpoint in {folder} ({error}); start the run anew") from error
-
-
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """An optimizer's state as named tensors; every value that optimizers keep is one, or a number."""
+    """The state of an optimizer as named tensors."""
     return {
         f"{index}.{name}": torch.as_tensor(value)
         for index, state in optimizer.state_dict()["state"].items()
@@ -75,7 +122,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 
 
 def random_state() -> dict[str, Tensor]:
-    """Of torch's generators, so that dropout goes on where it was."""
+    """The state of torch's random generators, from which dropout draws."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -86,18 +133,3 @@ def restore_random_state(state: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-@contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and Ctrl-C set, so that a run can end its step, write a checkpoint and stop."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked  # signals belong to the main thread
-        return
-    before = {number: signal.signal(number, lambda *_: asked.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Examples to learn from: read, held out, and put into batches."""
+"""Examples to fine-tune on: read from data, checked, and grouped into batches."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Example:
 
 
 def batches_from(examples: list[Example], size: int, seed: int, step: int) -> Iterator[list[Example]]:
-    """Batches without end, from the given step on. Examples of like length share one, so that little is padding."""
+    """Yields batches without end, starting at any step. Examples of similar length share a batch to save padding."""
     per_epoch = -(-len(examples) // size)
     epoch, position = divmod(step, per_epoch)
     while True:
-        chance = random.Random(f"{seed}/{epoch}")
-        order = chance.sample(range(len(examples)), len(examples))
+        rng = random.Random(f"{seed}/{epoch}")
+        order = rng.sample(range(len(examples)), len(examples))
         span = BUCKET * size
         buckets = (order[i : i + span] for i in range(0, len(order), span))
         ordered = [i for bucket in buckets for i in sorted(bucket, key=lambda i: len(examples[i].encoded["input_ids"]))]
         batches = [ordered[i : i + size] for i in range(0, len(ordered), size)]
-        chance.shuffle(batches)
+        rng.shuffle(batches)
         for batch in batches[position:]:
             yield [examples[i] for i in batch]
         epoch, position = epoch + 1, 0
@@ -45,14 +45,25 @@ def read_answered(
     labels: Sequence[str] | None = None,
     check: Callable[[Record], object] = lambda record: None,
 ) -> tuple[list[Record], Counts]:
-    """All records with answers; where labels are given, with one of them. `check` raises where a record is bad."""
+    """Reads all records with answers, which must be among `labels` if given. `check` raises if a record is bad."""
     counts = Counts()
     known = set(map(normalize, labels or ()))
 
     def check_all(record: Record) -> None:
         if known and normalize(record.answers[0]) not in known:
-            raise InputError(f"expected a label out of {', '.join(labels or ())}, found {record.answers[0]!r}")
+            raise InputError(f"expected one of the labels {', '.join(labels or ())}, found {record.answers[0]!r}")
         check(record)
 
     found = read_records(source, counts, need_answers=True, check=check_all, skip_bad=skip_bad, labels=labels or ())
     return [replace(record, raw={}) for record in found], counts
+
+
+def labels_of(records: Sequence[Record]) -> list[str]:
+    """The labels of all claims, each as it is first written; capitalisation does not matter."""
+    spellings: dict[str, str] = {}
+    for record in records:
+        label = record.answers[0]
+        first = spellings.setdefault(normalize(label), label)
+        if label.casefold().split() != first.casefold().split():
+            raise InputError(f"labels must differ by more than punctuation, found {first!r} and {label!r}; rename one")
+    return list(spellings.values())

@@ -1,4 +1,4 @@
-"""CUDA graphs: kernels recorded once and launched together, for where launching them one by one takes the time."""
+"""CUDA graphs: a step's kernels are recorded once and then launched together, which saves most of the launch time."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_GRAPHS = 24  # sets of shapes that are recorded; batches of others run kernel by kernel
+MAX_GRAPHS = 24  # sets of shapes to record; batches of other shapes run kernel by kernel
 
 Tensors = tuple[Tensor, ...]
 Shapes = tuple[torch.Size, ...]
 
 
 class Graphed:
-    """A function from a batch to tensors; on a GPU, each set of shapes is recorded when it comes for the second time.
+    """A function from a batch to tensors which, on a GPU, records each set of shapes when it occurs a second time.
 
-    The function must do the same for the same shapes, and return tensors of the same shapes for all. One that waits
-    for the device, as some models do, cannot be recorded and is called as it is. What a call returns is overwritten by
-    the next.
+    The function must run the same kernels for the same shapes, and return tensors of the same shapes for all batches.
+    If it waits for the device, as some models do, it cannot be recorded and is called as usual. Each call overwrites
+    the tensors that the previous one returned.
     """
 
     def __init__(self, function: Callable[[Any], Tensors], enabled: bool = True):
         self.function = function
-        self.most = MOST_GRAPHS if enabled else 0
+        self.max_graphs = MAX_GRAPHS if enabled else 0
         self.seen: set[Shapes] = set()
         self.graphs: dict[Shapes, _Graph] = {}
-        self.stream: torch.cuda.Stream | None = None  # one for all graphs, so that they can share memory
-        self.unrecordable = ""  # why, where it is
+        self.stream: torch.cuda.Stream | None = None  # shared by all graphs, so that they can share memory
+        self.unrecordable = ""  # the reason, if the function cannot be recorded
 
     def __call__(self, batch: Any) -> Tensors:
         tensors = tensors_of(batch)
         if tensors[0].device.type != "cuda":
             return self.function(batch)
         shapes = tuple(tensor.shape for tensor in tensors)
-        if shapes in self.seen and shapes not in self.graphs and len(self.graphs) < self.most:
+        if shapes in self.seen and shapes not in self.graphs and len(self.graphs) < self.max_graphs:
             self._record(shapes, batch)
         self.seen.add(shapes)
         graph = self.graphs.get(shapes)
         return graph.run(tensors) if graph else self.function(batch)
 
     def release(self) -> bool:
-        """Gives the graphs' memory back and records no more; whether there was any."""
+        """Frees the memory of all graphs and stops recording. Returns whether there were any graphs."""
         had = bool(self.graphs)
-        self.most = 0
+        self.max_graphs = 0
         self.graphs.clear()
         torch.cuda.empty_cache()
         return had
@@ -59,10 +59,10 @@ class Graphed:
             self.graphs[shapes] = _Graph(self.function, batch, self.stream, first)
             return
         except torch.cuda.OutOfMemoryError:
-            self.most = len(self.graphs)
+            self.max_graphs = len(self.graphs)
         except RuntimeError as error:
-            self.most, self.unrecordable = 0, str(error).splitlines()[0]
-        torch.cuda.set_stream(before)  # a recording that fails leaves its own behind
+            self.max_graphs, self.unrecordable = 0, str(error).splitlines()[0]
+        torch.cuda.set_stream(before)  # a recording that fails does not restore it
         torch.cuda.synchronize()
         if self.unrecordable:
             self.release()
@@ -70,12 +70,12 @@ class Graphed:
 
 class _Graph:
     def __init__(self, function: Callable[[Any], Tensors], batch: Any, stream: torch.cuda.Stream, first: _Graph | None):
-        """With the first one's memory, outputs included: gradients of an editor are large."""
+        """Records in the memory of the first graph, outputs included, because an editor's gradients are large."""
         batch = _copied(batch)
         self.inputs = tensors_of(batch)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            found = function(batch)  # sets up what this stream's libraries need, which must not happen while recording
+            found = function(batch)  # lets libraries initialise on this stream, which must not happen during recording
             self.outputs = first.outputs if first else tuple(map(torch.empty_like, found))
             del found
         torch.cuda.current_stream().wait_stream(stream)
@@ -90,7 +90,7 @@ class _Graph:
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """All tensors of dataclasses and dictionaries, in their order."""
+    """All tensors in nested dataclasses and dictionaries, in their order."""
     if isinstance(batch, Tensor):
         return [batch]
     return [tensor for value in _parts(batch).values() for tensor in tensors_of(value)]

@@ -1,4 +1,4 @@
-"""min over φ, max over α of  L + Σ α (C − m): constraints with multipliers, and margins that shrink (§4.2)."""
+"""Constrained optimisation with multipliers: min over φ, max over α of  L + Σ α (C − m)  (the paper, §4.2)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from torch import Tensor, nn
 
 
 class Lagrangian(nn.Module):
-    """A multiplier α ≥ 0 and a margin m for each constraint, by name."""
+    """A multiplier α ≥ 0 and a margin m for each constraint C, by name, with the optimizer of the multipliers."""
 
     margins: Tensor
 
-    def __init__(self, margins: Mapping[str, tuple[float, float]], factor: float = 0.8, above: float = 0.9):
-        """`margins`: where each begins and how far down it may go, by steps of `factor` while success is `above`."""
+    def __init__(
+        self,
+        margins: Mapping[str, tuple[float, float]],
+        factor: float = 0.8,
+        above: float = 0.9,
+        optimizer: str = "rmsprop",
+    ):
+        """`margins` maps each constraint to its initial and its smallest margin; `anneal` multiplies by `factor`."""
         super().__init__()
         self.names = tuple(margins)
         self.floors = [floor for _, floor in margins.values()]
@@ -23,23 +29,25 @@ class Lagrangian(nn.Module):
         self.above = above
         self.multipliers = nn.Parameter(torch.ones(len(margins)))
         self.register_buffer("margins", torch.tensor([start for start, _ in margins.values()], dtype=torch.float64))
+        # Not centred: while C stays far below m, the gradient hardly varies, and its variance, a difference of two
+        # nearly equal numbers, would be rounded to below 0.
+        kind = torch.optim.Adam if optimizer == "adam" else torch.optim.RMSprop
+        self.optimizer: torch.optim.Optimizer = kind([self.multipliers])
 
     def penalty(self, values: Tensor) -> Tensor:
-        """Σ α C, what the editor descends besides its loss: m has no gradient, and α is not the editor's to move."""
+        """Σ α C, which the editor descends together with its loss. It has no gradient with respect to α."""
         return (self.multipliers.detach() * values).sum()
 
     @torch.no_grad()
-    def set_gradient(self, values: Tensor) -> None:
-        """An optimizer descends; α is to ascend C − m."""
-        self.multipliers.grad = (self.margins - values).float()
-
-    @torch.no_grad()
-    def clamp(self) -> None:
-        """To be called after each step of the optimizer."""
+    def update(self, values: Tensor, lr: float) -> None:
+        """One step of gradient ascent of α in C − m."""
+        self.multipliers.grad = (self.margins - values).float()  # optimizers descend
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
         self.multipliers.clamp_(min=0)
 
     def anneal(self, success: float) -> None:
-        """The paper's schedule: smaller margins once edits succeed."""
+        """Shrinks the margins if edits succeed (the paper's schedule)."""
         if success > self.above:
             floors = self.margins.new_tensor(self.floors)
             self.margins.copy_(torch.maximum(self.margins * self.factor, floors))
@@ -48,10 +56,10 @@ class Lagrangian(nn.Module):
         return float(self.margins[self.names.index(name)]) if name in self.names else None
 
     def describe(self, values: Sequence[float]) -> dict[str, Any]:
-        """Each constraint's value, margin and multiplier."""
-        said: dict[str, Any] = {}
+        """The value, margin and multiplier of each constraint, for metrics."""
+        found: dict[str, Any] = {}
         for name, value, margin, multiplier in zip(
             self.names, values, self.margins.tolist(), self.multipliers.tolist(), strict=True
         ):
-            said |= {name: value, f"{name}_margin": margin, f"{name}_multiplier": multiplier}
-        return said
+            found |= {name: value, f"{name}_margin": margin, f"{name}_multiplier": multiplier}
+        return found

@@ -1,190 +1,268 @@
-"""What every training run has: a folder, a clock, a loop, a schedule, and processes that agree."""
+"""What `fit` and `train` have in common: a clock, a loop, checkpoints, a schedule, and processes that work together."""
 
 from __future__ import annotations
 
 import math
-import shutil
+import os
+import signal
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from factpatch.errors import FileError, InputError, TrainingError
-from factpatch.files import PROBE, check_writable
-from factpatch.training.checkpoint import has_checkpoint, stop_signals
+from factpatch.errors import TrainingError
+from factpatch.training.checkpoint import (
+    RunFolder,
+    has_checkpoint,
+    load_checkpoint,
+    optimizer_tensors,
+    random_state,
+    restore_optimizer,
+    restore_random_state,
+    save_checkpoint,
+)
 
-TELL_SECONDS = 0.5  # between two looks at a run's figures; each look waits for the device
-
-
-class RunFolder:
-    """Where a run writes. A folder that is in use is refused, and so is resuming what is not there."""
-
-    def __init__(self, output: str | Path, resume: bool):
-        self.path = Path(output)
-        self.checkpoint = self.path / "checkpoint"
-        stopped = has_checkpoint(self.checkpoint)
-        if resume and not stopped:
-            done = "the run there is done, so choose another --output"
-            advice = done if self._in_use() else "start without --resume"
-            raise FileError(f"nothing to resume: expected a checkpoint in {self.checkpoint}; {advice}")
-        if not resume and self._in_use():
-            advice = "go on with its run by --resume, or choose" if stopped else "choose"
-            raise FileError(f"{self.path} is in use; {advice} another --output")
-        check_writable(self.path)
-
-    def _in_use(self) -> bool:
-        """A folder in which a run was killed before its first checkpoint is as good as empty."""
-        if not self.path.is_dir():
-            return self.path.exists()
-        # Other processes of this run may just be trying whether they can write there.
-        there = [path for path in self.path.iterdir() if not path.name.startswith((PROBE, ".nfs"))]
-        return has_checkpoint(self.checkpoint) or any(path != self.checkpoint for path in there)
-
-    def check_settings(self, found: Mapping[str, Any], wanted: Mapping[str, Any], free: Iterable[str]) -> None:
-        """A run goes on with the settings it had, but for those that are `free` to change, or it would be another."""
-        differing = sorted(key for key in wanted if key not in set(free) and wanted[key] != found.get(key))
-        if differing:
-            changes = ", ".join(f"{key} was {found.get(key)}, now {wanted[key]}" for key in differing)
-            raise InputError(f"the run in {self.path} had other settings: {changes}; resume it with the same ones")
-
-    def sweep(self) -> None:
-        """Takes away what a kill in the middle of a write has left; what is not ours stays."""
-        written = ("config.json", "metrics.jsonl", "editor", "last", "new")
-        half_written = (path for name in written for path in self.path.glob(f".{name}.*"))
-        for left in (*half_written, *self.path.glob(".checkpoint"), *self.checkpoint.glob(".step-*")):
-            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
-
-    def remove_checkpoint(self) -> None:
-        """In one step, so that a kill leaves either a whole one or none."""
-        if not self.checkpoint.exists():
-            return
-        doomed = self.path / ".checkpoint"
-        self.checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+REPORT_SECONDS = 0.5  # between two reports; each of them waits for the device
+STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
 
 
 class Clock:
-    """How much of a run is done: of its steps, or of its time where minutes are given."""
+    """Tells how much of a run is done: of its steps or, if minutes are given, of its time.
 
-    def __init__(self, steps: int, minutes: float | None, earlier: float = 0.0):
-        self.steps = steps
+    The minutes include the set-up before the first step and a `reserve` for what follows the last one.
+    """
+
+    def __init__(self, minutes: float | None):
         self.minutes = minutes
-        self.begin = time.perf_counter() - earlier
+        self.begin = time.perf_counter()
+        self.reserve = 0.0  # seconds
+
+    def start(self, steps: int, earlier: float = 0.0) -> None:
+        """Starts training, of which a resumed run has already done `earlier` seconds."""
+        self.steps = steps
+        self.earlier = earlier
+        self.setup = time.perf_counter() - self.begin
 
     def seconds(self) -> float:
-        return time.perf_counter() - self.begin
+        """Duration of the whole run so far."""
+        return time.perf_counter() - self.begin + self.earlier
+
+    def training_seconds(self) -> float:
+        """Duration of the run so far, without its set-up."""
+        return self.seconds() - self.setup
 
     def share(self, step: int) -> float:
-        return step / self.steps if self.minutes is None else min(1.0, self.seconds() / (60 * self.minutes))
+        if self.minutes is None:
+            return step / self.steps
+        budget = 60 * self.minutes - self.setup - self.reserve
+        return min(1.0, self.training_seconds() / budget) if budget > 0 else 1.0
 
-    def left(self, share: float) -> float | None:
-        """An estimate of the seconds that remain."""
-        return self.seconds() * (1 - share) / share if share > 0 else None
+    def seconds_left(self, share: float) -> float | None:
+        """An estimate of the remaining time."""
+        return self.training_seconds() * (1 - share) / share + self.reserve if share > 0 else None
 
 
 class Run(ABC):
-    """The loop of a run: update, validate, tell, checkpoint, and stop when asked to."""
+    """A run that updates, validates, reports, writes checkpoints, can be stopped at any step and resumed.
+
+    Subclasses declare their state in `modules`, `optimizers`, `best` and `identity` before they call `_start`.
+    """
+
+    changeable: ClassVar[tuple[str, ...]]  # settings that a resumed run may change
 
     accelerator: Accelerator
-    clock: Clock
+    network: nn.Module  # what is trained
+    modules: dict[str, nn.Module]  # everything with a state, the network included
+    optimizers: dict[str, torch.optim.Optimizer]
+    best: dict[str, Tensor]  # the network's best state
+    identity: dict[str, Any]  # the settings and hashes that make this run the same run when it is resumed
 
-    def __init__(self, output: str | Path, resume: bool):
+    def __init__(self, output: str | Path, resume: bool, minutes: float | None):
         self.folder = RunFolder(output, resume)
         self.resume = resume
+        self.clock = Clock(minutes)
         self.step, self.best_step = 0, 0
-        self.metrics: list[dict[str, Any]] = []  # a record for each validation
+        self.validation_seconds, self.last_validation = 0.0, 0.0  # of all validations, and of the last one
+        self.metrics: list[dict[str, Any]] = []  # one record per validation
 
     @abstractmethod
     def _update(self, share: float) -> None:
-        """One step, when this share of the run is done."""
+        """Makes one step; `share` of the run is done before it."""
 
     @abstractmethod
     def _validate(self, number: int) -> None:
-        """Measures what is held out, and keeps the best."""
+        """Measures the network on held-out data and keeps the best one."""
 
     @abstractmethod
-    def _tell(self, share: float) -> None:
-        """Shows where the run stands."""
+    def _final_seconds(self) -> float:
+        """Estimates how long the measurement after the last step takes."""
 
     @abstractmethod
-    def _checkpoint(self) -> None:
-        """Writes all that a resumed run needs."""
+    def _report(self, share: float) -> None:
+        """Shows the state of the run."""
 
-    def _loop(self, validations: int, checkpoint_seconds: float) -> None:
-        """To the end; or until asked to stop, which is an error to whoever waits for the result."""
+    @abstractmethod
+    def _check(self) -> object:
+        """Raises a TrainingError if the run has diverged."""
+
+    def _start(self, steps: int) -> None:
+        """Starts training, from the beginning or from the checkpoint."""
+        self.clock.start(steps, self._load_checkpoint() if self.resume else 0.0)
+
+    def _loop(self, validations: int, checkpoint_seconds: float, validation_share: float | None = None) -> None:
+        """Trains to the end. A request to stop raises a TrainingError."""
         done, _ = sync_progress(self.accelerator, self.clock.share(self.step), False)
         validated = int(done * validations)
-        told = saved = time.perf_counter()
-        with stop_signals() as asked_to_stop:
+        reported = saved = time.perf_counter()
+        with stop_signals(self.accelerator.is_main_process) as asked_to_stop:
             while done < 1 or self.step == 0:
                 self._update(done)
                 self.step += 1
                 done, stop = sync_progress(self.accelerator, self.clock.share(self.step), asked_to_stop.is_set())
-                due = int(done * validations) > validated or done >= 1
-                now = time.perf_counter()
-                if due:
+                due = int(done * validations) > validated and self._has_time_to_validate(done, validation_share)
+                if due or done >= 1:
                     validated = int(done * validations)
-                    self._validate(validated)
-                # Only one process looks, as a look may find that the run is lost; all of them do so at a validation.
-                if self.accelerator.is_main_process and (due or now - told > TELL_SECONDS):
-                    self._tell(done)
-                    told = now
+                    self._timed_validation(validated)
+                # Only the main process reports. If it finds that the run has diverged, it raises; the other processes
+                # find out at the next validation.
+                now = time.perf_counter()
+                if self.accelerator.is_main_process and (due or done >= 1 or now - reported > REPORT_SECONDS):
+                    self._report(done)
+                    reported = now
                 if stop or now - saved >= checkpoint_seconds:
-                    self._checkpoint()
+                    self._save_checkpoint()
                     saved = time.perf_counter()
                 if stop:
                     raise TrainingError(
-                        f"stopped on request; go on with --resume, the checkpoint is in {self.folder.checkpoint}"
+                        f"stopped on request; resume with --resume, the checkpoint is in {self.folder.checkpoint}"
                     )
 
+    def _has_time_to_validate(self, done: float, share: float | None) -> bool:
+        if share is None or self.clock.minutes is None:
+            return True
+        return self.validation_seconds + self.last_validation <= share * done * 60 * self.clock.minutes
+
+    def _timed_validation(self, number: int) -> None:
+        begin = time.perf_counter()
+        self._validate(number)
+        mine = torch.tensor(time.perf_counter() - begin, device=self.accelerator.device)
+        self.last_validation = float(summed(self.accelerator, mine)) / self.accelerator.num_processes
+        self.validation_seconds += self.last_validation
+        self.clock.reserve = self.last_validation + self._final_seconds()  # there is a validation after the last step
+
     def _rate(self, share: float, warmup: int, kind: str = "linear") -> float:
-        """Of the learning rate, at the middle of the step that begins with this share; a warm-up is a tenth at most."""
+        """Learning-rate factor at the middle of the step that begins at `share`; a warm-up is at most a tenth."""
         steps = self.clock.steps
         return schedule(min(1.0, share + 0.5 / steps), min(0.1, warmup / steps), kind)
 
-    def _check_finite(self, figures: Iterable[float], network: nn.Module) -> None:
-        largest = torch.nn.utils.get_total_norm(network.parameters(), math.inf)
-        if all(map(math.isfinite, figures)) and largest.isfinite():
+    def _check_finite(self, values: Iterable[float]) -> None:
+        largest = torch.nn.utils.get_total_norm(self.network.parameters(), math.inf)
+        if all(map(math.isfinite, values)) and largest.isfinite():
             return
-        saved = f"the last good checkpoint is in {self.folder.checkpoint}: go on from it with --resume and a lower lr"
-        advice = saved if has_checkpoint(self.folder.checkpoint) else "start anew with a lower lr"
-        raise TrainingError(f"loss or weights are not finite any more, at step {self.step} or shortly before; {advice}")
+        saved = f"resume from the last good checkpoint in {self.folder.checkpoint} with --resume and a lower lr"
+        advice = saved if has_checkpoint(self.folder.checkpoint) else "start again with a lower lr"
+        raise TrainingError(f"training diverged near step {self.step}: loss or weights are not finite; {advice}")
+
+    # Checkpoints
+
+    def _save_checkpoint(self) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        self._check()  # or the last good checkpoint would be lost
+        tensors = {name: module.state_dict() for name, module in self.modules.items()}
+        tensors |= {name: optimizer_tensors(optimizer) for name, optimizer in self.optimizers.items()}
+        tensors |= {"best": self.best, "random": random_state()}
+        numbers = {
+            "identity": self.identity,
+            "step": self.step,
+            "best_step": self.best_step,
+            "seconds": self.clock.training_seconds(),
+            "metrics": self.metrics,
+        }
+        save_checkpoint(self.folder.checkpoint, self.step, tensors, numbers)
+
+    def _load_checkpoint(self) -> float:
+        """Restores the state of the checkpoint and returns the seconds that were spent by then."""
+        if self.accelerator.is_main_process:
+            self.folder.sweep()
+        tensors, numbers = load_checkpoint(self.folder.checkpoint)
+        self.folder.check_settings(numbers["identity"], self.identity, self.changeable)
+        for name, module in self.modules.items():
+            module.load_state_dict(tensors[name])
+        for name, optimizer in self.optimizers.items():
+            restore_optimizer(optimizer, tensors[name])
+        restore_random_state(tensors["random"])
+        self.best = {name: tensor.to(self.accelerator.device) for name, tensor in tensors["best"].items()}
+        self.step, self.best_step, self.metrics = numbers["step"], numbers["best_step"], numbers["metrics"]
+        return numbers["seconds"]
+
+
+@contextmanager
+def stop_signals(announce: bool) -> Iterator[threading.Event]:
+    """Yields an event that Ctrl-C or SIGTERM sets, so that a run can finish its step and write a checkpoint.
+
+    A second signal has its usual effect and ends the process at once.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked  # only the main thread can handle signals
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def stop(*_: object) -> None:
+        asked.set()
+        restore()
+        if announce:
+            os.write(2, f"\n{STOPPING}\n".encode())  # Python's own streams are not safe in a signal handler
+
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield asked
+    finally:
+        restore()
 
 
 def schedule(share: float, warmup: float, kind: str = "linear") -> float:
-    """Linear from 0 to 1 over the warm-up's share of a run, then linear to 0, or constant."""
+    """Rises linearly from 0 to 1 during the warm-up, then falls linearly to 0 or stays constant."""
     if share < warmup:
         return share / warmup
     return (1 - share) / (1 - warmup) if kind == "linear" else 1.0
 
 
 def within_error_of_best(score: float, earlier: Sequence[float], records: int, errors: float = 1.0) -> bool:
-    """Whether a later score, a share of so many records, is within so many standard errors of the best.
+    """Whether a score, a share of so many records, is at most `errors` standard errors below the best earlier one.
 
-    The slice is small, and of scores that it cannot tell apart the latest is the one to trust: it has seen the most
-    data at the smallest learning rate, where the best of many noisy ones owes most to chance.
+    Among scores that a small held-out set cannot tell apart, the latest is the one to trust: it has seen most data at
+    the smallest learning rate, whereas the highest of many noisy scores owes most to chance.
     """
     best = max(earlier, default=0.0)
-    share = (best * records + 2) / (records + 4)  # Agresti and Coull's: a perfect score has its error too
+    share = (best * records + 2) / (records + 4)  # Agresti and Coull: a perfect score has an error, too
     return score >= best - errors * math.sqrt(share * (1 - share) / (records + 4))
 
 
 def sync_progress(accelerator: Accelerator, share: float, stop: bool) -> tuple[float, bool]:
-    """Where the run stands and whether it was asked to stop, the same in all processes."""
+    """The progress of the run and whether it was asked to stop, equal in all processes."""
     if accelerator.num_processes == 1:
         return share, stop
-    said = torch.tensor([share, float(stop)], device=accelerator.device, dtype=torch.float64)
-    total = summed(accelerator, said).tolist()
+    own = torch.tensor([share, float(stop)], device=accelerator.device, dtype=torch.float64)
+    total = summed(accelerator, own).tolist()
     return total[0] / accelerator.num_processes, total[1] > 0
 
 
 def sum_gradients(accelerator: Accelerator, parameters: Iterable[nn.Parameter]) -> None:
-    """Over all processes. Each has divided by the whole batch's size, so the sums are those of one process."""
+    """Sums gradients over all processes; each has divided its own by the size of the whole batch."""
     if accelerator.num_processes == 1:
         return
     for parameter in parameters:
@@ -193,7 +271,7 @@ def sum_gradients(accelerator: Accelerator, parameters: Iterable[nn.Parameter]) 
 
 
 def summed(accelerator: Accelerator, value: Tensor) -> Tensor:
-    """Over all processes."""
+    """The sum of a tensor over all processes."""
     if accelerator.num_processes == 1:
         return value
     total = accelerator.reduce(value, "sum")
@@ -202,4 +280,5 @@ def summed(accelerator: Accelerator, value: Tensor) -> Tensor:
 
 
 def copy_of(network: nn.Module) -> dict[str, Tensor]:
+    """A copy of a network's state."""
     return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}

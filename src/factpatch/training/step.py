@@ -1,25 +1,26 @@
-"""One update of an editor: gradients of its edits, then the optimizer, then the multipliers."""
+"""One training step of an editor: the gradients of its edits, then the optimizer, then the multipliers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from factpatch.backends import no_cudnn_attention, tensor_core_products
 from factpatch.editors import TrainableEditor
+from factpatch.training.batcher import StepBatch
 from factpatch.training.config import TrainConfig
 from factpatch.training.graphs import Graphed, Tensors
 from factpatch.training.lagrangian import Lagrangian
 from factpatch.training.objective import Objective
 from factpatch.training.run import sum_gradients, summed
-from factpatch.training.table import StepBatch
 
 
 class Learner:
-    """All that a step changes: the editor, the multipliers, and the optimizer of both."""
+    """Everything that a step changes: the editor, the multipliers and their optimizers."""
 
     def __init__(self, editor: TrainableEditor, config: TrainConfig, objective: Objective, accelerator: Accelerator):
         self.editor = editor
@@ -27,27 +28,30 @@ class Learner:
         self.objective = objective
         self.accelerator = accelerator
         margins = {"kl": (config.margin, config.margin_floor), "lp": (config.lp_margin, config.lp_margin_floor)}
-        self.lagrangian = Lagrangian(
-            {name: margins[name] for name in config.constraints}, config.margin_factor, config.anneal_above
-        ).to(accelerator.device)
+        used = {name: margins[name] for name in config.constraints}
+        self.lagrangian = Lagrangian(used, config.margin_factor, config.anneal_above, config.optimizer)
+        self.lagrangian.to(accelerator.device)
         self.parameters = list(editor.parameters())
-        groups = [
-            {"params": self.parameters, "weight_decay": config.weight_decay},
-            {"params": [self.lagrangian.multipliers], "lr": config.multiplier_lr, "weight_decay": 0.0},
-        ]
+        options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
         self.optimizer: torch.optim.Optimizer
         if config.optimizer == "adam":
-            self.optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=True)
+            self.optimizer = torch.optim.AdamW(self.parameters, fused=True, **options)
         else:
-            self.optimizer = torch.optim.RMSprop(groups, lr=config.lr, centered=True)
+            self.optimizer = torch.optim.RMSprop(self.parameters, centered=True, **options)
+        self.multiplier_lr = config.multiplier_lr
         self.graphed = Graphed(self._gradients, enabled=config.graphs)
+
+    def set_rates(self, editor: float, multipliers: float) -> None:
+        """Sets the learning rates of the next step."""
+        self.optimizer.param_groups[0]["lr"] = editor
+        self.multiplier_lr = multipliers
 
     @no_cudnn_attention()
     @tensor_core_products()
     def step(self, batches: Sequence[StepBatch]) -> Tensor:
-        """One update from all the batches that make it up, in this process and in others.
+        """One update from all batches of a step, in this process and in others.
 
-        Returns the loss, each constraint and the gradient's norm, still on the device: (2 + constraints,).
+        Returns the loss, the value of each constraint and the gradient norm, still on the device: (2 + constraints,).
         """
         for parameter in self.parameters:
             parameter.grad = None
@@ -59,13 +63,12 @@ class Learner:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.config.clip:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)
-        self.lagrangian.set_gradient(figures[1:])
         self.optimizer.step()
-        self.lagrangian.clamp()
+        self.lagrangian.update(figures[1:], self.multiplier_lr)
         return torch.cat([figures, norm[None]])
 
     def _summed(self, batches: Sequence[StepBatch]) -> Tensors:
-        """Over all batches; a process without edits of its own has none."""
+        """The sums of `_gradients` over all batches; zeros in a process that has no edits of its own."""
         if len(batches) == 1:
             return self.graphed(batches[0])
         figures = torch.zeros(1 + len(self.config.constraints), device=self.accelerator.device)
@@ -75,9 +78,32 @@ class Learner:
         return sums
 
     def _gradients(self, batch: StepBatch) -> Tensors:
-        """The loss and each constraint, (1 + constraints,); then the gradient of each of the editor's parameters."""
+        """The loss and the constraints, (1 + constraints,), then the gradient of each parameter of the editor."""
         measured = self.objective(self.editor, batch)
         whole = measured.loss + self.lagrangian.penalty(measured.constraints)
         gradients = torch.autograd.grad(whole, self.parameters, materialize_grads=True)
         figures = torch.cat([measured.loss[None], measured.constraints]).detach()
-        return figures, *(gradient.contiguous() for gradient in gradients)  # laid out as fused optimizers want it
+        return figures, *(gradient.contiguous() for gradient in gradients)  # as fused optimizers need it
+
+
+class Means(nn.Module):
+    """Running means of a step's values, summed on the device so that steps need not wait for them."""
+
+    sums: Tensor
+    steps: Tensor
+
+    def __init__(self, values: int):
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(values))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def add(self, values: Tensor) -> None:
+        self.sums += values  # a value that is not finite stays so
+        self.steps += 1
+
+    def clear(self) -> None:
+        self.sums.zero_()
+        self.steps.zero_()
+
+    def read(self) -> list[float] | None:
+        return (self.sums / self.steps).tolist() if self.steps else None

@@ -1,4 +1,4 @@
-"""The embedded world: facts as of 1 January 2018, what has changed since, a small model that knows them, its editor."""
+"""The embedded world: facts of 1 January 2018, what has changed since, a small model trained on them and its editor."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-PLACE = Path(__file__).parent
-MODEL, EDITOR = PLACE / "model", PLACE / "editor"
+FOLDER = Path(__file__).parent
+MODEL, EDITOR = FOLDER / "model", FOLDER / "editor"
+REVISIONS = FOLDER / "revisions.jsonl.gz"  # the changes as edits, and other facts as control inputs
 
 
 @dataclass(frozen=True)
 class Relation:
-    """How a kind of fact is asked for. Every wording has one {} for the subject."""
+    """The questions for one kind of fact. Every wording has one {} for the subject."""
 
     wordings: tuple[str, ...]
-    held_out: tuple[str, ...]  # in no training, to see whether an edit carries over
+    held_out: tuple[str, ...]  # used in no training, to test whether edits generalise
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Change:
-    """A fact that is not what it was."""
+    """A fact whose answer has changed since 2018."""
 
     fact: Fact
     answer: str
@@ -55,7 +56,7 @@ def ask(wording: str, subject: str) -> str:
 
 @cache
 def relations() -> dict[str, Relation]:
-    found = json.loads((PLACE / "relations.json").read_text(encoding="utf-8"))
+    found = json.loads((FOLDER / "relations.json").read_text(encoding="utf-8"))
     return {name: Relation(tuple(one["wordings"]), tuple(one["held_out"])) for name, one in found.items()}
 
 
@@ -75,9 +76,9 @@ def changes() -> tuple[Change, ...]:
 
 @cache
 def changed() -> frozenset[str]:
-    """The ids of facts that are not what they were."""
+    """The ids of the facts whose answers have changed since 2018."""
     return frozenset(change.fact.id for change in changes())
 
 
 def _lines(name: str) -> list[dict]:
-    return [json.loads(line) for line in (PLACE / name).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,56 @@
+"""Result lines, one per edit, that several processes produce and an interrupted run resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from factpatch.data.revisions import Revision, edit_of
+from factpatch.evaluation.measure import Examined
+from factpatch.files import ResumableLines
+from factpatch.metrics import Outcome, value_names
+
+
+def open_lines(path: Path, settings: dict[str, Any]) -> ResumableLines | None:
+    """Opens a file of lines in the main process; the others write none."""
+    return ResumableLines(path, settings, chunk=1) if PartialState().is_main_process else None
+
+
+def write_shared(
+    lines: ResumableLines | None,
+    tasks: range,
+    make_lines: Callable[[int], list[str]],
+    on_done: Callable[[int], object],
+) -> None:
+    """Shares numbered tasks among all processes. The main process writes their lines, in order."""
+    state = PartialState()
+    for first in range(tasks.start, tasks.stop, state.num_processes):
+        mine = first + state.process_index
+        made = make_lines(mine) if mine < tasks.stop else []
+        made = gather_object(made) if state.num_processes > 1 else made
+        if lines:
+            lines.write(made)
+        on_done(len(made))
+
+
+def edit_line(revision: Revision, examined: Examined, **more: Any) -> str:
+    """The JSON line of one edit."""
+    about = {
+        "id": revision.id,
+        "input": revision.input,
+        "prediction": revision.prediction,
+        "target": edit_of(revision).a,
+        "says": examined.says[revision.input],
+    }
+    return json.dumps({**more, **about, **examined.outcome.values}, ensure_ascii=False)
+
+
+def outcome_of(line: str) -> Outcome:
+    """The outcome in a line that `edit_line` made."""
+    record = json.loads(line)
+    return Outcome({name: record[name] for name in value_names()})

@@ -1,0 +1,187 @@
+"""summary.json: what was measured, how, and the result. Evaluation writes it, reports read it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from factpatch.errors import FileError, InputError
+from factpatch.files import atomic_file
+from factpatch.metrics import METRICS, Outcome, intervals, summary
+
+FILE = "summary.json"
+VERSION = 1  # files of version 0.1 of factpatch have none, and count as 0
+ADVICE = "run factpatch evaluate with a new --output folder"
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What was measured, and how. A run resumes another only if all of this is equal."""
+
+    task: str  # classify or answer
+    method: str  # the name under which the method is registered
+    model: str | None = None  # as the user named it
+    model_kind: str | None = None  # such as "bert, 110M parameters"
+    fingerprint: str | None = None
+    layers: str = "all"
+    bound: float | None = None
+    loop: int = 1  # updates per edit, at most
+    editor: str | None = None
+    editor_hash: str | None = None
+    data: str | None = None
+    valid: str | None = None
+    seed: int = 0
+    revisions: str | None = None  # sha256 of the edits and control inputs
+    precision: str | None = None
+    products: str | None = None  # precision of matrix products in float32
+    together: list[int] = field(default_factory=list)  # numbers of facts edited together
+    merge: str | None = None  # how their patches were merged
+    options: dict[str, Any] = field(default_factory=dict)  # what else the method says about its settings
+
+    @classmethod
+    def collect(cls, known: dict[str, Any]) -> Self:
+        """Settings by name; those that are not a field become `options`."""
+        names = {one.name for one in fields(cls)}
+        options = {key: value for key, value in known.items() if key not in names}
+        return cls(**{key: value for key, value in known.items() if key in names}, options=options)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The metrics of a set of edits, with 95 % intervals."""
+
+    metrics: dict[str, float | None]  # rates from 0 to 1
+    intervals: dict[str, tuple[float, float]]
+    edits: int
+    retain_inputs: int
+    seconds: float | None
+    curve: tuple[JointResult, ...] = ()
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], retain_inputs: int, seconds: float, group_size: int = 1) -> Self:
+        found = summary(outcomes), intervals(outcomes, group_size)
+        return cls(*found, edits=len(outcomes), retain_inputs=retain_inputs, seconds=seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object, with each metric as a key of its own."""
+        sizes = {"edits": self.edits, "retain_inputs": self.retain_inputs, "seconds": self.seconds}
+        curve = {"curve": [point.to_dict() for point in self.curve]} if self.curve else {}
+        low_and_high = {key: list(pair) for key, pair in self.intervals.items()}
+        return {**self.metrics, "intervals": low_and_high, **sizes, **curve}
+
+    @classmethod
+    def from_dict(cls, found: Any) -> Self:
+        if not isinstance(found, dict):
+            raise InputError(f'expected an object in "result", found {shown(found)}')
+        return cls(
+            metrics={key: _number(found, key) for key in METRICS},
+            intervals=_intervals(found.get("intervals")),
+            edits=int(_number(found, "edits") or 0),
+            retain_inputs=int(_number(found, "retain_inputs") or 0),
+            seconds=_number(found, "seconds"),
+            curve=tuple(map(JointResult.from_dict, found.get("curve") or ())),
+        )
+
+
+@dataclass(frozen=True)
+class JointResult:
+    """The metrics of facts that were edited together."""
+
+    facts: int  # per group
+    groups: int
+    result: Result
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"facts": self.facts, "groups": self.groups, **self.result.to_dict()}
+
+    @classmethod
+    def from_dict(cls, found: Any) -> Self:
+        result = Result.from_dict(found)
+        return cls(int(_number(found, "facts") or 0), int(_number(found, "groups") or 0), result)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One method, measured."""
+
+    conditions: Conditions
+    result: Result
+    tried: list[dict[str, Any]] = field(default_factory=list)  # the settings that --select compared
+    environment: dict[str, Any] = field(default_factory=dict)  # device and versions
+    version: int = VERSION
+
+    def write(self, folder: Path, on_written: Callable[[], object] = lambda: None) -> None:
+        """Writes the file. `on_written` is called when its content is on the disk, before it gets its name."""
+        content = {
+            "version": self.version,
+            **asdict(self.conditions),
+            "tried": self.tried,
+            **self.environment,
+            "result": self.result.to_dict(),
+        }
+        with atomic_file(folder / FILE) as scratch:
+            scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            on_written()
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The summary in a folder, also one that an older version wrote."""
+        path = folder / FILE
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise FileError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path} is not valid JSON ({error}); {ADVICE}") from None
+        try:
+            return cls._from_dict(found)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+
+    @classmethod
+    def _from_dict(cls, found: Any) -> Self:
+        version = found.get("version", 0) if isinstance(found, dict) else 0
+        if isinstance(version, int) and version > VERSION:
+            raise InputError(
+                f"written by a newer factpatch (format {version}, this one reads up to {VERSION}); upgrade factpatch"
+            )
+        try:
+            if not isinstance(found, dict):
+                raise InputError(f"expected a JSON object, found {shown(found)}")
+            for key in ("task", "method"):
+                if not isinstance(found.get(key), str):
+                    raise InputError(f'expected a text in "{key}", found {shown(found.get(key))}')
+            result = Result.from_dict(found.get("result"))
+        except InputError as error:
+            raise InputError(f"{error}; {ADVICE}") from None
+        names = {one.name for one in fields(Conditions)}
+        if not version:  # whose mean KL left out the predictions that had flipped
+            result.metrics.update(kl_mean=None, kl_worst=None)
+        environment = {key: found[key] for key in ("versions", "device") if key in found}
+        conditions = Conditions(**{key: value for key, value in found.items() if key in names})
+        return cls(conditions, result, found.get("tried") or [], environment, version)
+
+
+def _number(record: dict[str, Any], key: str) -> float | None:
+    """A finite number, or None."""
+    found = record.get(key)
+    if found is not None and not isinstance(found, int | float):
+        raise InputError(f'expected a number or null in "{key}", found {shown(found)}')
+    return float(found) if found is not None and math.isfinite(found) else None
+
+
+def _intervals(found: Any) -> dict[str, tuple[float, float]]:
+    try:
+        there = {key: found[key] for key in METRICS if found and found.get(key) is not None}
+        return {key: (float(low), float(high)) for key, (low, high) in there.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise InputError(f'expected [low, high] for each metric in "intervals", found {shown(found)}') from None
+
+
+def shown(value: Any) -> str:
+    """A value as JSON, shortened for an error message."""
+    return json.dumps(value, ensure_ascii=False)[:60]

@@ -1,0 +1,114 @@
+"""Joint edits: N facts in one model at the same time, through one merged patch.
+
+For each N, the edits are cut into disjoint groups of N. The patches of a group are merged into one patch, and each
+edit of the group is measured in the model that carries it.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from factpatch.data.revisions import Revision, edit_of
+from factpatch.editors import EditMethod
+from factpatch.errors import InputError
+from factpatch.evaluation.lines import edit_line, open_lines, outcome_of, write_shared
+from factpatch.evaluation.measure import Examiner
+from factpatch.evaluation.summary import JointResult, Result
+from factpatch.files import ResumableLines
+from factpatch.models import TaskModel
+from factpatch.patch import Patch, stack_patches
+from factpatch.processes import from_first
+
+FILE = "together.jsonl"
+COVERED = 256  # edits that the groups of one size cover, if one group is not larger than that
+
+# A merge makes one patch of many. It may use other inputs, none of which is edited or measured.
+Merge = Callable[[TaskModel, Sequence[Patch], Sequence[str]], Patch]
+MERGES: dict[str, Merge] = {"sum": lambda model, patches, others: reduce(operator.add, patches)}
+
+
+@dataclass(frozen=True)
+class Together:
+    """How many facts to edit together, and how to merge their patches."""
+
+    sizes: tuple[int, ...]
+    merge: str = "sum"  # a key of MERGES
+    others: Sequence[str] = ()  # inputs that the merge may use
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) < 1 or len(set(self.sizes)) < len(self.sizes):
+            raise InputError("expected different numbers of facts, each at least 1, such as 1,16,64")
+        if self.merge not in MERGES:
+            raise InputError(f"there is no merge called {self.merge!r}; choose one of {', '.join(MERGES)}")
+
+
+def count_groups(edits: int, size: int) -> int:
+    """How many groups of a size are measured."""
+    if size > edits:
+        raise InputError(f"--together {size} needs {size} edits, found {edits}; lower it, or raise --edits")
+    return min(edits // size, max(1, COVERED // size))
+
+
+def count_joint_edits(edits: int, sizes: Sequence[int]) -> int:
+    """How many edits are measured in groups of all sizes."""
+    return sum(size * count_groups(edits, size) for size in sizes)
+
+
+def measure_together(
+    method: EditMethod,
+    model: TaskModel,
+    edits: Sequence[Revision],
+    others: Sequence[Revision],
+    together: Together,
+    folder: Path,
+    settings: dict[str, Any],
+    on_done: Callable[[int], object],
+) -> tuple[ResumableLines | None, tuple[JointResult, ...]]:
+    """Measures all groups and writes one line per edit; the caller finishes the lines' file."""
+    groups = [
+        edits[k * size : (k + 1) * size] for size in together.sizes for k in range(count_groups(len(edits), size))
+    ]
+    lines = open_lines(folder / FILE, settings)
+    done = from_first(_whole_groups(lines.done, groups) if lines else 0)
+    if lines:
+        lines.keep(sum(map(len, groups[:done])))
+    on_done(sum(map(len, groups[:done])))
+    examiner = Examiner(model, others, 1, scores=True)
+
+    def make_lines(number: int) -> list[str]:
+        group, start = groups[number], time.perf_counter()
+        patches = method.propose(model, [edit_of(revision) for revision in group])
+        patch = MERGES[together.merge](model, patches, together.others)
+        (examined,) = examiner.examine_groups(stack_patches([patch], model.layers), [group])
+        about = {"facts": len(group), "group": number, "seconds": time.perf_counter() - start}
+        return [edit_line(revision, one, **about) for revision, one in zip(group, examined, strict=True)]
+
+    write_shared(lines, range(done, len(groups)), make_lines, on_done)
+    return lines, _curve(list(lines.lines()), together.sizes, len(others)) if lines else ()
+
+
+def _whole_groups(lines: int, groups: Sequence[Sequence[Revision]]) -> int:
+    """How many groups an interrupted run has finished."""
+    for number, group in enumerate(groups):
+        if lines < len(group):
+            return number
+        lines -= len(group)
+    return len(groups)
+
+
+def _curve(lines: Sequence[str], sizes: Sequence[int], inputs: int) -> tuple[JointResult, ...]:
+    records = [json.loads(line) for line in lines]
+    points = []
+    for size in sizes:
+        own = [i for i, record in enumerate(records) if record["facts"] == size]
+        seconds = sum({records[i]["group"]: records[i]["seconds"] for i in own}.values())
+        result = Result.of([outcome_of(lines[i]) for i in own], inputs, seconds, group_size=size)
+        points.append(JointResult(size, len(own) // size, result))
+    return tuple(points)

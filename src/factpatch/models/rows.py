@@ -1,0 +1,42 @@
+"""Batches of tokenised texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from factpatch.device import to_device
+
+NO_TARGET = -100  # label that cross_entropy ignores
+POSITIONS_AT_ONCE = 8192  # target positions whose scores over a whole vocabulary are in memory together
+
+Encoded = dict[str, list[int]]  # one text: token ids, attention mask and whatever else the model's forward needs
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A padded batch on the model's device."""
+
+    inputs: dict[str, Tensor]  # arguments of the model's forward, each (rows, tokens)
+    labels: Tensor | None = None  # (rows,) class ids, or (rows, tokens) with NO_TARGET where there is no target
+    # Indices of the target positions that count, into rows·tokens (for classifiers: rows). None means all.
+    target_positions: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.inputs["input_ids"])
+
+
+def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:
+    """Lists of token ids as one tensor, padded on the right."""
+    filled = np.full((len(ids), max(map(len, ids), default=0)), fill, dtype=np.int64)
+    for row, own in zip(filled, ids, strict=True):
+        row[: len(own)] = own
+    return to_device(device, filled)
+
+
+def selected(flat: Tensor, rows: Rows) -> Tensor:
+    """The target positions out of a tensor over all positions: (positions, width)."""
+    return flat if rows.target_positions is None else flat.index_select(0, rows.target_positions)

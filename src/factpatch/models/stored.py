@@ -1,0 +1,109 @@
+"""A Hugging Face model's weights: what they are, in which precision they run, and how they are saved."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from factpatch.files import atomic_folder
+from factpatch.models.gpu import suit_gpu
+from factpatch.models.layers import editable_layers
+from factpatch.patch import Patch, hash_weights, set_patches
+
+
+class StoredModel(ABC):
+    """A model, frozen and in eval mode, with its tokenizer and the patches that are applied to it."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.layers: dict[str, nn.Module] = editable_layers(model)  # by weight name
+        self.patches: list[Patch] = []
+        self.originals: dict[str, Tensor] = {}
+        suit_gpu(model)
+
+    @abstractmethod
+    def decision_settings(self) -> dict[str, Any]:
+        """Settings beside the weights that decide answers, such as labels."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the editable weights as stored, without patches. A patch fits models with its base's fingerprint."""
+        weights = dict(self.model.named_parameters())
+        return hash_weights({name: self.originals.get(name, weights[name]) for name in self.layers})
+
+    @cached_property
+    def identity(self) -> str:
+        """Hash of all weights as stored, without patches, and of the settings that decide answers.
+
+        Models with the same identity give the same answers up to rounding: precision and device do not change it.
+        """
+        weights = hash_weights({**self.model.state_dict(), **self.originals})
+        settings = json.dumps(self.decision_settings(), sort_keys=True, default=str)
+        return hashlib.sha256(f"{weights} {settings}".encode()).hexdigest()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def word_embeddings(self) -> Tensor:
+        embeddings = self.model.get_input_embeddings()
+        assert isinstance(embeddings.weight, Tensor)
+        return embeddings.weight
+
+    def cast(self, dtype: torch.dtype) -> Self:
+        """Changes the precision for good; fingerprint and identity stay those of the weights as stored."""
+        if any(torch.promote_types(weight.dtype, dtype) != dtype for weight in self.model.parameters()):
+            _ = self.fingerprint, self.identity  # computed now, as the cast loses bits
+        patches = self.patches
+        set_patches(self, [])
+        try:
+            self.model.to(dtype)
+        finally:
+            set_patches(self, patches)
+        return self
+
+    @contextmanager
+    def in_precision(self, dtype: torch.dtype) -> Iterator[Self]:
+        """Casts the model for a `with` block; afterwards it has exactly its former weights and precision again."""
+        if all(weight.dtype == dtype for weight in self.model.parameters()):
+            yield self
+            return
+        named = self.model.named_parameters()
+        weights = [(weight, self.originals.get(name, weight.data)) for name, weight in named]
+        buffers = [(module, dict(module._buffers)) for module in self.model.modules()]
+        try:
+            yield self.cast(dtype)
+        finally:
+            for weight, data in weights:
+                weight.data = data
+            for module, before in buffers:
+                module._buffers.update(before)
+            patches, self.patches, self.originals = self.patches, [], {}
+            set_patches(self, patches)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes an ordinary Hugging Face folder. Applied patches become part of its weights."""
+        with atomic_folder(folder) as scratch:
+            self.write_to(scratch)
+
+    def write_to(self, folder: Path) -> None:
+        """Writes the model's files into an existing folder."""
+        self.model.save_pretrained(folder)
+        try:
+            self.tokenizer.save_pretrained(folder)
+        except Exception as error:  # the tokenizers library raises no other type
+            if "os error" not in str(error):
+                raise
+            raise OSError(str(error)) from error

@@ -1,0 +1,245 @@
+"""Training batches: revisions tokenised once, from which the tensors of each step are picked.
+
+One step makes E edits. Each edit has R rows that run under its own patch: its input, its paraphrases and control
+inputs. Only target positions count: the class of a row, or the tokens of its answer (`·` is padding).
+
+    edit 0   x: "Who leads Chad?"             ->  a b ·    edit_targets     the new answer; cross-entropy
+             paraphrase: "Chad's leader?"     ->  a b ·    edit_targets
+             control: "Capital of Chad?"      ->  p · ·    control_targets  the model's own prediction; KL to
+             control: "Author of Emma?"       ->  q r s    control_targets  the unedited model's outputs
+    edit 1   x: "Largest lake in Mali?"       ->  c · ·    edit_targets
+             ...
+
+    edit_batch        (E rows)    what the editor reads: each x with its new answer, and the edit as one text
+    rows              (E·R rows)  the texts above, edit by edit, with the answers as labels
+    edit_targets      (positions) a b a b c ...   each with its label, its position in `rows` and its weight
+    control_targets   (positions) p q r s ...     also with its index in the table of unedited outputs
+
+A position is numbered row · width + token, where width is the number of answer tokens in a row, padding included. The
+weights are shares of a mean over tokens, then rows, then edits, so that a sum over positions is that mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from factpatch.data.revisions import Revision
+from factpatch.device import to_device
+from factpatch.editors import Condition, EditBatch, TrainableEditor
+from factpatch.facts import FactEdit
+from factpatch.models import Rows, TaskModel
+from factpatch.models.base import NO_TARGET, Encoded, padded
+from factpatch.training.config import TrainConfig
+from factpatch.training.sampler import Indices, Plan, training_paraphrases
+
+# Widths are rounded up to multiples of these where steps are recorded as CUDA graphs, one for each set of shapes.
+TEXT_STEP, TARGET_STEP = 16, 4
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Target positions of some rows of a batch: each class, or each token of an answer, is one."""
+
+    labels: Tensor  # (positions,)  the class or token wanted
+    weights: Tensor  # (positions,)  shares of a mean over tokens, rows and edits
+    positions: Tensor  # (positions,)  row · width + token
+
+
+@dataclass(frozen=True)
+class ControlTargets(Targets):
+    unedited_index: Tensor  # (positions,)  index in the table of the unedited model's outputs
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The tensors of one step, or of a part of one."""
+
+    edit_batch: EditBatch  # what the editor reads
+    rows: Rows  # (edits·rows, tokens); its target positions are those of edit_targets, then of control_targets
+    edit_targets: Targets
+    control_targets: ControlTargets
+
+
+@dataclass(frozen=True)
+class _RowChoice:
+    """Rows of each edit, by the index of their texts and targets: (edits, rows) each."""
+
+    texts: Indices
+    targets: Indices
+    weights: NDArray[np.float64]  # shares of a mean over the edit's rows
+    unedited_start: Indices  # index of the row's first position in the table of unedited outputs; 0 if it has none
+
+
+class Batcher:
+    """All texts and targets of a revision set, tokenised once and kept on the model's device."""
+
+    def __init__(self, model: TaskModel, editor: TrainableEditor, revisions: Sequence[Revision], config: TrainConfig):
+        """`revisions` have only alternatives that the model can be taught."""
+        self.config = config
+        self.device = model.device
+        self.few_shapes = model.device.type == "cuda" and config.graphs and config.split == 1
+        texts, targets, conditions = _TextNumbers(), _TextNumbers(), _TextNumbers()
+        self.inputs = np.array([texts[r.input] for r in revisions])
+        self.paraphrases = _Ragged([texts[text] for text in training_paraphrases(r, config)] for r in revisions)
+        self.alternatives = _Ragged([targets[text] for text in r.alternatives] for r in revisions)
+        self.conditions = _Ragged(
+            [conditions[editor.condition_text(FactEdit(r.input, text, r.prediction))] for text in r.alternatives]
+            for r in revisions
+        )
+        # As a control input, a revision keeps its prediction or, for KL over the beam, all candidates.
+        self.kept = _Ragged(
+            [targets[text] for text in (r.prediction, *r.alternatives)[: config.candidates]] for r in revisions
+        )
+        limit = min(config.max_tokens, model.max_input_tokens)
+        step = TEXT_STEP if self.few_shapes else 1
+        self.texts = _TextTable(model.encode(texts.known, limit), model.tokenizer.pad_token_id or 0, self.device, step)
+        encoded = [{"input_ids": one["input_ids"]} for one in model.encode(conditions.known)]
+        self.condition_texts = _TextTable(encoded, 0, self.device, step)
+        self._encode_targets(model, targets.known)
+        lengths = self.target_lengths[self.kept.flat]
+        self.unedited_starts = np.cumsum(lengths) - lengths  # of each kept target
+        self.unedited_size = int(lengths.sum())  # positions in the table of unedited outputs
+
+    def _encode_targets(self, model: TaskModel, targets: list[str]) -> None:
+        encoded = model.encode_targets(targets)
+        self.classes = not isinstance(encoded[0], list)
+        tokens = [[target] if self.classes else target for target in encoded]
+        self.target_lengths = np.array([len(target) for target in tokens])
+        self.targets = padded(tokens, NO_TARGET, self.device)  # (targets, tokens)
+
+    def batch(self, plan: Plan, total: int) -> StepBatch:
+        """The batch of a plan. Weights are shares of a mean over `total` edits, of which the plan may be a part."""
+        wanted = self.alternatives.at(plan.edited, plan.alternatives)  # (edits,)
+        edit_rows = self._edit_rows(plan, wanted)
+        control_rows = self._control_rows(plan.controls)
+        texts = np.concatenate([edit_rows.texts, control_rows.texts], 1)  # (edits, rows)
+        labels = self._labels(np.concatenate([edit_rows.targets, control_rows.targets], 1).ravel())
+        numbers = np.arange(texts.size).reshape(texts.shape)  # of each row in the batch
+        edit_numbers, control_numbers = np.split(numbers, [edit_rows.texts.shape[1]], axis=1)
+        control_targets = self._fill(self._targets(control_rows, control_numbers, labels, total))
+        edit_targets = self._fill(self._targets(edit_rows, edit_numbers, labels, total))
+        positions = torch.cat([edit_targets.positions, control_targets.positions])
+        return StepBatch(
+            edit_batch=self._edit_batch(plan, wanted),
+            rows=Rows(self.texts.pick(texts.ravel()), labels, positions),
+            edit_targets=Targets(edit_targets.labels, edit_targets.weights, edit_targets.positions),
+            control_targets=control_targets,
+        )
+
+    def control_batch(self, controls: Indices) -> tuple[Rows, ControlTargets]:
+        """The rows of some control inputs, one after the other, to be run on the unedited model."""
+        choice = self._control_rows(controls[:, None])
+        labels = self._labels(choice.targets.ravel())
+        numbers = np.arange(choice.texts.size).reshape(choice.texts.shape)
+        targets = self._targets(choice, numbers, labels, total=1)
+        return Rows(self.texts.pick(choice.texts.ravel()), labels, targets.positions), targets
+
+    def _edit_batch(self, plan: Plan, wanted: Indices) -> EditBatch:
+        conditions = self.conditions.at(plan.edited, plan.alternatives)
+        ids = self.condition_texts.pick(conditions)["input_ids"]
+        condition = Condition(ids, to_device(self.device, self.condition_texts.lengths[conditions]))
+        return EditBatch(Rows(self.texts.pick(self.inputs[plan.edited]), self._labels(wanted)), condition)
+
+    def _edit_rows(self, plan: Plan, wanted: Indices) -> _RowChoice:
+        """The input and the paraphrases of each edit, which are to get the new answer."""
+        inputs = self.inputs[plan.edited][:, None]
+        chosen = self.paraphrases.at(plan.edited[:, None], np.maximum(plan.paraphrases, 0))
+        texts = np.concatenate([inputs, np.where(plan.paraphrases < 0, inputs, chosen)], 1)
+        ones = np.ones_like(texts)
+        return _RowChoice(texts, wanted[:, None] * ones, ones / texts.shape[1], 0 * ones)
+
+    def _control_rows(self, controls: Indices) -> _RowChoice:
+        """One row per candidate of each control input; a missing candidate is its prediction again, without weight."""
+        candidates = np.arange(self.config.candidates)
+        there = candidates < self.kept.counts[controls][..., None]  # (edits, controls, candidates)
+        kept = self.kept.starts[controls][..., None] + np.where(there, candidates, 0)
+        shape = (len(controls), -1)
+        return _RowChoice(
+            texts=np.repeat(self.inputs[controls], self.config.candidates, axis=1),
+            targets=self.kept.flat[kept].reshape(shape),
+            weights=(there / max(1, controls.shape[1])).reshape(shape),
+            unedited_start=self.unedited_starts[kept].reshape(shape),
+        )
+
+    def _targets(self, choice: _RowChoice, numbers: Indices, labels: Tensor, total: int) -> ControlTargets:
+        """The target positions of some rows, which have these numbers in the batch."""
+        width = 1 if self.classes else labels.shape[1]
+        lengths = self.target_lengths[choice.targets.ravel()]
+        row, token = np.nonzero(np.arange(width) < lengths[:, None])
+        weights = choice.weights.ravel()[row] / lengths[row] / total
+        positions = to_device(self.device, numbers.ravel()[row] * width + token)
+        return ControlTargets(
+            labels=labels.flatten().index_select(0, positions),
+            weights=to_device(self.device, weights.astype(np.float32)),
+            positions=positions,
+            unedited_index=to_device(self.device, choice.unedited_start.ravel()[row] + token),
+        )
+
+    def _fill(self, targets: ControlTargets) -> ControlTargets:
+        """Adds positions without weight where few different shapes are wanted."""
+        count = len(targets.positions)
+        missing = -count % max(1, 2 ** count.bit_length() // 8)
+        if not self.few_shapes or self.classes or not missing:
+            return targets
+        filled = {name: F.pad(tensor, (0, missing)) for name, tensor in vars(targets).items()}
+        return replace(ControlTargets(**filled), labels=F.pad(targets.labels, (0, missing), value=NO_TARGET))
+
+    def _labels(self, targets: Indices) -> Tensor:
+        """(rows,) classes, or (rows, tokens)"""
+        width = int(self.target_lengths[targets].max())
+        width += -width % TARGET_STEP if self.few_shapes else 0
+        picked = self.targets[to_device(self.device, targets), :width]
+        return picked[:, 0] if self.classes else picked
+
+
+class _TextNumbers:
+    """Numbers texts in the order in which they are first asked for."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __getitem__(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+    @property
+    def known(self) -> list[str]:
+        return list(self.numbers)
+
+
+class _TextTable:
+    """Encoded texts, padded, on a device."""
+
+    def __init__(self, encoded: Sequence[Encoded], pad: int, device: torch.device, step: int = 1):
+        """`step` is what the width of picked texts is rounded up to a multiple of."""
+        self.step = step
+        self.lengths = np.array([len(one["input_ids"]) for one in encoded])
+        fills = {"input_ids": pad}
+        self.columns = {key: padded([one[key] for one in encoded], fills.get(key, 0), device) for key in encoded[0]}
+
+    def pick(self, indices: Indices) -> dict[str, Tensor]:
+        """A batch of the chosen texts, as wide as the longest of them: (texts, tokens) each."""
+        width = int(self.lengths[indices].max())
+        width += -width % self.step
+        index = to_device(self.columns["input_ids"].device, indices)
+        return {key: column[index, :width] for key, column in self.columns.items()}
+
+
+class _Ragged:
+    """Lists of numbers of different lengths, stored end to end."""
+
+    def __init__(self, lists: Iterable[list[int]]):
+        stored = list(lists)
+        self.counts = np.array([len(one) for one in stored], dtype=np.int64)
+        self.starts = np.cumsum(self.counts) - self.counts
+        self.flat = np.array([number for one in stored for number in one] or [0], dtype=np.int64)
+
+    def at(self, lists: Indices, indices: Indices) -> Indices:
+        """One entry of each chosen list; any entry at all where the list is empty."""
+        return self.flat[np.minimum(self.starts[lists] + indices, len(self.flat) - 1)]

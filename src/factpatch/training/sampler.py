@@ -1,0 +1,137 @@
+"""Which revisions a training step edits, and which paraphrases and control inputs it looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from factpatch.data.revisions import Revision, own_forms
+from factpatch.errors import InputError
+from factpatch.facts import normalize
+from factpatch.training.config import TrainConfig
+
+Indices = NDArray[np.int64]
+
+SMALLEST_POOL = 64  # control inputs, so that each edit finds one that is none of its own forms
+
+# First entries of the seeds of the independent random streams of a run.
+STEP, EPOCH, POOL = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The random choices of one step, or of a part of one. Revisions are named by their index."""
+
+    edited: Indices  # (edits,)  revisions to edit
+    alternatives: Indices  # (edits,)  index of the target among each revision's alternatives
+    paraphrases: Indices  # (edits, paraphrases)  index among the revision's paraphrases; -1 for the input itself
+    controls: Indices  # (edits, controls)  revisions whose predictions must stay
+
+    def part(self, first: int, parts: int) -> Plan:
+        """Every `parts`-th edit from the first."""
+        own = slice(first, None, parts)
+        return Plan(self.edited[own], self.alternatives[own], self.paraphrases[own], self.controls[own])
+
+    def __len__(self) -> int:
+        return len(self.edited)
+
+
+class Sampler:
+    """Draws the plan of each step. The same seed and step give the same plan, so that a run can resume anywhere."""
+
+    def __init__(self, revisions: Sequence[Revision], config: TrainConfig):
+        """`revisions` have only alternatives that the model can be taught."""
+        self.config = config
+        self.alternative_counts = np.array([len(r.alternatives) for r in revisions], dtype=np.int64)
+        self.paraphrase_counts = np.array([len(training_paraphrases(r, config)) for r in revisions], dtype=np.int64)
+        self.editable = np.flatnonzero(self.alternative_counts)
+        if len(self.editable) == 0:
+            raise InputError("expected revisions with alternatives to train on, found none; make them with revise")
+        self.pool = self._control_pool(len(revisions))
+        self.cumulative: NDArray[np.float64] | None = None  # of the control inputs' probabilities, unless uniform
+        forms = {form: i for i, form in enumerate(dict.fromkeys(normalize(r.input) for r in revisions))}
+        self.forms = np.array([forms[normalize(r.input)] for r in revisions])  # equal inputs have equal numbers
+        own = [(i, forms[form]) for i, r in enumerate(revisions) for form in own_forms(r) if form in forms]
+        self.own_forms = np.sort([i * len(forms) + form for i, form in own])  # pairs of revision and form
+        self.form_count = len(forms)
+        self._check_controls()
+        self._order = lru_cache(maxsize=2)(self._shuffled)  # a step lies in one epoch or at the border of two
+
+    def _control_pool(self, revisions: int) -> Indices:
+        """Revisions that may serve as control inputs: as many as the whole run can look at.
+
+        The unedited model's outputs for each of them are computed once, before the first step.
+        """
+        config = self.config
+        size = revisions if config.minutes else config.steps * config.edits * config.controls_per_edit
+        size = min(max(SMALLEST_POOL, size), config.control_pool or revisions)
+        return np.random.default_rng([config.seed, POOL]).permutation(revisions)[:size]
+
+    def _check_controls(self) -> None:
+        """Each edit needs a control input that is none of its own forms."""
+        in_pool = np.unique(self.forms[self.pool])
+        revisions, forms = np.divmod(self.own_forms, self.form_count)
+        own = np.bincount(revisions[np.isin(forms, in_pool)], minlength=len(self.forms))
+        if self.config.controls_per_edit and own.max() == len(in_pool):
+            raise InputError(
+                "expected at least two different inputs to train on, neither a paraphrase of the other, found one"
+            )
+
+    def prefer(self, weights: NDArray[np.float64]) -> None:
+        """From now on, draws control inputs in proportion to these weights, one for each revision of the pool."""
+        self.cumulative = np.cumsum(weights) / np.sum(weights)
+
+    def plan(self, step: int) -> Plan:
+        config = self.config
+        rng = np.random.default_rng([config.seed, STEP, step])
+        edited = self._edited_at(step)
+        counts = self.paraphrase_counts[edited][:, None]
+        drawn = rng.random((config.edits, config.paraphrases_per_edit))
+        paraphrases = np.where(counts > 0, (drawn * counts).astype(np.int64), -1)
+        alternatives = (rng.random(config.edits) * self.alternative_counts[edited]).astype(np.int64)
+        return Plan(edited, alternatives, paraphrases, self._controls(edited, rng))
+
+    def _controls(self, edited: Indices, rng: np.random.Generator) -> Indices:
+        """(edits, controls)"""
+        shape = (len(edited), self.config.controls_per_edit)
+        if self.cumulative is None:
+            drawn = rng.integers(0, len(self.pool), shape)
+        else:
+            drawn = np.searchsorted(self.cumulative, rng.random(shape), side="right")
+            drawn = np.minimum(drawn, len(self.pool) - 1)  # the last sum may be rounded to less than 1
+        while (own := self._is_own_form(edited, self.pool[drawn])).any():
+            drawn = np.where(own, (drawn + 1) % len(self.pool), drawn)
+        return self.pool[drawn]
+
+    def _is_own_form(self, edited: Indices, controls: Indices) -> NDArray[np.bool_]:
+        """Whether each control input is equal to its edit's input or to one of its paraphrases: (edits, controls)"""
+        pairs = edited[:, None] * self.form_count + self.forms[controls]
+        found = np.searchsorted(self.own_forms, pairs)
+        return self.own_forms[np.minimum(found, len(self.own_forms) - 1)] == pairs
+
+    def _edited_at(self, step: int) -> Indices:
+        """The revisions edited by a step: each one once per epoch, in an order of the epoch's own."""
+        positions = step * self.config.edits + np.arange(self.config.edits)
+        epochs, within = np.divmod(positions, len(self.editable))
+        edited = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            edited[here] = self._order(int(epoch))[within[here]]
+        return edited
+
+    def _shuffled(self, epoch: int) -> Indices:
+        return np.random.default_rng([self.config.seed, EPOCH, epoch]).permutation(self.editable)
+
+
+def training_paraphrases(revision: Revision, config: TrainConfig) -> tuple[str, ...]:
+    """The paraphrases that the config allows an editor to learn from."""
+    return {
+        "generated": revision.rephrases,
+        "human": revision.human_rephrases,
+        "all": revision.rephrases + revision.human_rephrases,
+        "none": (),
+    }[config.paraphrases]

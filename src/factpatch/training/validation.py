@@ -1,0 +1,107 @@
+"""Held-out revisions: which ones they are, and how editors are measured on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from factpatch.backends import tensor_core_products
+from factpatch.data.holdout import hash_shuffled, hold_out
+from factpatch.data.revisions import Revision, editable
+from factpatch.editors import EditMethod
+from factpatch.errors import InputError
+from factpatch.evaluation import measure, predicted_now
+from factpatch.metrics import summary
+from factpatch.models import TaskModel
+from factpatch.processes import from_first
+from factpatch.training.config import TrainConfig
+
+SMALLEST_FINAL = 8  # edits
+
+Sample = tuple[list[Revision], list[Revision]]  # edits, control inputs
+
+
+def split_revisions(
+    revisions: Sequence[Revision], model: TaskModel, config: TrainConfig, warn: Callable[[str], object]
+) -> tuple[list[Revision], list[Revision]]:
+    """Splits revisions into a held-out set and the rest.
+
+    The held-out set consists of facts that were held out when the model was fitted, if its folder names them.
+    """
+    size = min(config.holdout, len(revisions) // 10)
+    if size < 2:
+        raise InputError(f"too few revisions to hold out a tenth: found {len(revisions)}, need 20; or give --valid")
+    held_out_ids: frozenset[str] | None = getattr(model, "held_out", None)
+    unseen = [r for r in hash_shuffled(revisions, config.seed) if held_out_ids and r.id in held_out_ids][:size]
+    if len(unseen) >= 2:
+        ids = {revision.id for revision in unseen}
+        return unseen, [revision for revision in revisions if revision.id not in ids]
+    reason = "the model's folder does not name" if held_out_ids is None else "the revision file has none of"
+    warn(f"{reason} the facts that fit held out, so validation may use facts that the model was fitted on")
+    return hold_out(revisions, size, config.seed)
+
+
+class Validator:
+    """Measures editors on held-out revisions."""
+
+    def __init__(self, model: TaskModel, revisions: Sequence[Revision], config: TrainConfig, accelerator: Accelerator):
+        """Predictions are made anew: in another precision or on another machine, near ties may come out differently."""
+        self.model = model
+        self.config = config
+        self.accelerator = accelerator
+        with tensor_core_products():  # as in `measure`
+            self.revisions = from_first(predicted_now(model, revisions))
+        self.edits = editable(model, self.revisions)
+
+    def sample(self, number: int) -> Sample:
+        """The edits and control inputs of one validation; each validation draws its own."""
+        config = self.config
+        rng = random.Random(f"{config.seed}/{number}")
+        edits = rng.sample(self.edits, min(config.validation_edits, len(self.edits)))
+        few = [self._with_few_paraphrases(revision, rng) for revision in edits]
+        return few, rng.sample(self.revisions, min(config.validation_inputs, len(self.revisions)))
+
+    def final_sample(self, share: float = 1.0) -> Sample:
+        """The edits and control inputs of the measurement at the end, or a share of the edits."""
+        edits = self.edits[: self.config.final_edits]
+        kept = min(len(edits), max(SMALLEST_FINAL, int(share * len(edits))))
+        return edits[:kept], self.revisions[: self.config.final_inputs]
+
+    def relative_cost(self) -> float:
+        """How many times as long the measurement at the end takes as a validation, roughly."""
+        return _texts(*self.final_sample()) / _texts(*self.sample(0))
+
+    def _with_few_paraphrases(self, revision: Revision, rng: random.Random) -> Revision:
+        few = {
+            kind: tuple(rng.sample(texts, min(self.config.validation_paraphrases, len(texts))))
+            for kind, texts in (("rephrases", revision.rephrases), ("human_rephrases", revision.human_rephrases))
+        }
+        return replace(revision, **few)
+
+    def measure(
+        self, method: EditMethod, sample: Sample, on_share: Callable[[float], object] = lambda share: None
+    ) -> dict[str, Any]:
+        """The metrics of a method. Each process measures its share of the edits; all of them return the whole."""
+        edits, controls = sample
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        mine = edits[rank::world]
+        done = 0
+
+        def on_done(more: int) -> None:
+            nonlocal done
+            done += more
+            on_share(done / len(mine))
+
+        with tensor_core_products():
+            outcomes = measure(method, self.model, mine, controls, on_done)
+        return summary(gather_object(outcomes) if world > 1 else outcomes)
+
+
+def _texts(edits: Sequence[Revision], controls: Sequence[Revision]) -> int:
+    """How many texts are run to measure edits."""
+    return sum(1 + len(r.rephrases) + len(r.human_rephrases) + len(controls) for r in edits)
