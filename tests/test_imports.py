@@ -25,7 +25,7 @@ FLOORS = [
     {"covariance"},
     {"solving"},
     {"merging"},
-    {"ledger_store"},
+    {"ledger_store", "ledger_sums"},
     {"ledger"},
     {"metrics", "constraints"},
     {"evaluation"},

@@ -65,7 +65,7 @@ def merge(
         problem = Problem.of(model, canonical(patches), covariance, ridges)
         found = solve_in_sequence(problem) if mode == "sequence" else solve_independently(problem, mode == "both")
     deltas = {name: found[name] for name in model.layers if name in found}
-    edits = sorted({edit for patch in patches for edit in patch.edits}, key=_edit_key)
+    edits = sorted({edit for patch in patches for edit in patch.edits}, key=edit_key)
     methods = sorted({name for patch in patches for name in patch.method.removesuffix(MERGED).split("+")})
     return Patch(deltas, model.fingerprint, "+".join(methods) + MERGED, tuple(edits))
 
@@ -105,7 +105,7 @@ def check_conflicts(edits: Iterable[FactEdit]) -> None:
 
 def canonical(patches: Sequence[Patch]) -> list[Patch]:
     """Sorts patches by their content, so that rounding does not depend on the order in which they were given."""
-    keys = {id(patch): "\n".join(_edit_key(edit) for edit in patch.edits) for patch in patches}
+    keys = {id(patch): "\n".join(edit_key(edit) for edit in patch.edits) for patch in patches}
     ambiguous = len(set(keys.values())) < len(patches)
 
     def content(patch: Patch) -> str:
@@ -121,7 +121,8 @@ def hash_patch(patch: Patch) -> str:
     return hashlib.sha256(f"{patch.method} {hash_tensors(tensors)}".encode()).hexdigest()
 
 
-def _edit_key(edit: FactEdit) -> str:
+def edit_key(edit: FactEdit) -> str:
+    """The order in which edits are merged."""
     return repr((edit.x, edit.a, edit.y))
 
 

@@ -95,6 +95,12 @@ class Problem:
     def shape(self, name: str) -> tuple[int, int]:
         return weight_shape(self.model.layers[name])
 
+    def rows(self, key: str, indices: list[int], X: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """K (tokens, in) and, for each weight that reads it, V (tokens, out)."""
+        X = X.double()
+        V = {name: self.values(indices, name, X).flatten(0, 1) for name in self.weights[key]}
+        return X.flatten(0, 1), V
+
     def own_patches(self, indices: list[int]) -> dict[str, Delta]:
         """Each example's own patch, as stacks to run a batch under."""
         return stack_patches([self.owners[i] for i in indices], self.model.layers)
@@ -104,9 +110,16 @@ class Problem:
         return _values(X, [self.owners[i].deltas.get(name) for i in indices], self.shape(name))
 
     def solve(self, key: str, sums: Sums) -> dict[str, Delta]:
-        C = self.covariance.of(key, self.model.device)
-        dtype = torch.float64 if self.model.model.dtype == torch.float64 else torch.float32
-        return {name: _to(d, dtype) for name, d in sums.solve(C, self.ridges, len(self.examples)).items()}
+        return solve_weights(self.model, key, sums, self.covariance, self.ridges, len(self.examples))
+
+
+def solve_weights(
+    model: TaskModel, key: str, sums: Sums, covariance: Covariance, ridges: Mapping[str, float], edits: int
+) -> dict[str, Delta]:
+    """The merged changes of the weights that read the input of `key`, in the precision that patches have."""
+    C = covariance.of(key, model.device)
+    dtype = torch.float64 if model.model.dtype == torch.float64 else torch.float32
+    return {name: _to(delta, dtype) for name, delta in sums.solve(C, ridges, edits).items()}
 
 
 def solve_independently(problem: Problem, both: bool) -> dict[str, Delta]:
@@ -119,9 +132,7 @@ def solve_independently(problem: Problem, both: bool) -> dict[str, Delta]:
         sums = {key: Sums(shapes[key][0][1]) for key in group}
 
         def visit(indices: list[int], key: str, X: Tensor, sums: dict[str, Sums] = sums) -> None:
-            X = X.double()
-            V = {name: problem.values(indices, name, X).flatten(0, 1) for name in weights[key]}
-            sums[key].add(X.flatten(0, 1), V)
+            sums[key].add(*problem.rows(key, indices, X))
 
         visit_inputs(problem.model, problem.examples, group, visit)
         if both:
@@ -140,7 +151,7 @@ def solve_in_sequence(problem: Problem) -> dict[str, Delta]:
     deltas: dict[str, Delta] = {}
     merged: dict[str, Delta] = {}  # the same as stacks of one
     for key, names in problem.weights.items():
-        W = {name: _out_by_in(layers[name]).double() for name in names}
+        W = {name: out_by_in(layers[name]).double() for name in names}
         targets: dict[tuple[int, str], Tensor] = {}  # (tokens, out) by example and weight
         sums = Sums(problem.shape(key)[1])
 
@@ -164,7 +175,7 @@ def solve_in_sequence(problem: Problem) -> dict[str, Delta]:
     return deltas
 
 
-def _out_by_in(layer: nn.Module) -> Tensor:
+def out_by_in(layer: nn.Module) -> Tensor:
     """The weight as (out, in), also for GPT-2's Conv1D, which stores it the other way round."""
     assert isinstance(layer.weight, Tensor)
     return layer.weight if isinstance(layer, nn.Linear) else layer.weight.mT

@@ -1,0 +1,286 @@
+"""Ledger: the facts of one model over time. Every fact keeps its own patch, and the active ones merge into one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from factpatch.covariance import Covariance
+from factpatch.deltas import Delta
+from factpatch.editors import EditMethod, Looped, TrainableEditor
+from factpatch.errors import FileError, InputError, MismatchError
+from factpatch.facts import FactEdit, normalize, same
+from factpatch.ledger_store import Event, Fact, Status, Store, patch_tensors, unpack_deltas
+from factpatch.ledger_sums import Totals, add_to_totals, choose_units, grid_rows, solve_rows, solve_totals
+from factpatch.merging import MERGED, MODES, RIDGE, Mode, check_conflicts, edit_key, merge, unpatched
+from factpatch.models import TaskModel
+from factpatch.patch import Patch
+
+FEW = 16  # facts up to which the merge is solved from their rows, which may give small factors
+MOST_CACHED_BYTES = 512 << 20  # totals that are larger are computed from the rows again
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether one fact holds in the merged model."""
+
+    fact: Fact
+    answer: str
+    paraphrase_answers: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        return all(same(answer, self.fact.target) for answer in (self.answer, *self.paraphrase_answers))
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the merged model says to its facts, and how many other answers it left unchanged."""
+
+    verdicts: list[Verdict]
+    others: int
+    others_unchanged: int
+
+
+class Ledger:
+    """Facts in one SQLite file, for one model.
+
+    A new ledger needs `others`, a sample of ordinary inputs whose answers should stay as they are, or the `covariance`
+    that was computed from one. Without a model, facts can be listed and removed.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        model: TaskModel | None = None,
+        others: Iterable[str] | None = None,
+        *,
+        covariance: Covariance | None = None,
+        ridge: float = RIDGE,
+        mode: Mode = "both",
+    ):
+        self._model = model
+        create = others is not None or covariance is not None
+        if create and not Path(path).exists():  # before there is a file, as this may fail
+            covariance = self._prepare(covariance, others, ridge, mode)
+        self.store = Store(path, create)
+        try:
+            if create and not self.store.get_meta():
+                self._initialise(self._prepare(covariance, others, ridge, mode), ridge, mode)
+            self.meta = self.store.get_meta()
+            if not self.meta:
+                raise FileError(f"{path} is a ledger without a model; create it again with factpatch ledger init")
+            if model is not None and self.meta["base"] != model.fingerprint:
+                raise MismatchError(
+                    f"the ledger {path} belongs to weights {self.meta['base'][:12]}, this model has "
+                    f"{model.fingerprint[:12]}; load the model it was made for"
+                )
+        except BaseException:
+            self.store.close()
+            raise
+
+    def _prepare(
+        self, covariance: Covariance | None, others: Iterable[str] | None, ridge: float, mode: Mode
+    ) -> Covariance:
+        if not 0 < ridge < float("inf"):
+            raise InputError(f"expected a ridge above 0, found {ridge}")
+        if mode not in MODES:
+            raise InputError(f"expected a mode out of {', '.join(MODES)}, found {mode!r}")
+        with unpatched(self.model):
+            covariance = covariance or Covariance.compute(self.model, others or ())
+            covariance.check_fits(self.model)
+        return covariance
+
+    def _initialise(self, covariance: Covariance, ridge: float, mode: Mode) -> None:
+        units = choose_units(self.model, covariance)
+        with self.store.transaction():
+            if self.store.get_meta():  # the file was there, or another process was faster
+                return
+            self.store.put_covariance(covariance.moments)
+            self.store.put_cached("units", [], units)
+            described = {"sample": covariance.sample, "count": covariance.count, "readers": covariance.readers}
+            settings = {"ridge": ridge, "mode": mode, "covariance": described}
+            identity = {"base": self.model.fingerprint, "identity": self.model.identity}
+            self.store.set_meta({**identity, "settings": json.dumps(settings)})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.store.close()
+
+    @property
+    def model(self) -> TaskModel:
+        if self._model is None:
+            raise InputError("this needs the ledger's model; open the ledger with it")
+        return self._model
+
+    @cached_property
+    def covariance(self) -> Covariance:
+        known = json.loads(self.meta["settings"])["covariance"]
+        moments = self.store.covariance()
+        return Covariance(self.meta["base"], known["sample"], known["count"], moments, known["readers"])
+
+    @cached_property
+    def units(self) -> dict[str, Tensor]:
+        cached = self.store.cached("units")
+        assert cached is not None
+        return cached[1]
+
+    @property
+    def mode(self) -> Mode:
+        return json.loads(self.meta["settings"])["mode"]
+
+    @property
+    def ridge(self) -> float:
+        return json.loads(self.meta["settings"])["ridge"]
+
+    # Facts
+
+    def facts(self, status: Status | None = "active") -> list[Fact]:
+        """The active facts, those of another status, or with None all that were ever added."""
+        return self.store.facts(status)
+
+    def fact(self, fact_id: int) -> Fact:
+        return self.store.fact(fact_id)
+
+    def history(self, fact_id: int) -> list[Event]:
+        """What happened to a fact, oldest first."""
+        return self.store.history(self.fact(fact_id).id)
+
+    def add(
+        self,
+        editor: EditMethod,
+        edits: Sequence[FactEdit],
+        paraphrases: Mapping[str, Sequence[str]] | None = None,
+        note: str = "",
+    ) -> list[Fact]:
+        """Makes a patch for each edit, checks that it works, and records all of them, or none if one fails.
+
+        A fact about the same input is replaced. A fact that is active already stays as it is. `paraphrases` by input
+        are recorded for `verify`.
+        """
+        check_conflicts(edits)
+        distinct = list({normalize(edit.x): edit for edit in edits}.values())
+        active = {normalize(fact.x): fact for fact in self.facts()}
+        known = {form for form, fact in active.items() if any(_same_fact(fact, edit) for edit in distinct)}
+        new = [edit for edit in distinct if normalize(edit.x) not in known]
+        made = self._propose(editor, new) if new else []
+        with self.store.transaction():
+            ids = [active[normalize(edit.x)].id for edit in distinct if normalize(edit.x) in known]
+            for patch, rows in made:
+                (edit,) = patch.edits
+                before = self.store.active_like(edit.x)
+                if before is not None:
+                    self.store.retire(before, "replaced", f"replaced by {edit.a!r}")
+                ids.append(self.store.insert(edit, (paraphrases or {}).get(edit.x, ()), note, patch, rows))
+                if before is not None:
+                    self.store.record(ids[-1], f"replaces fact {before}")
+        return [fact for fact in self.facts(None) if fact.id in ids]
+
+    def _propose(self, editor: EditMethod, edits: Sequence[FactEdit]) -> list[tuple[Patch, dict[str, Tensor]]]:
+        method = Looped(editor) if isinstance(editor, TrainableEditor) else editor
+        with unpatched(self.model):
+            patches = method.propose(self.model, edits)
+            answers = self.model.predict_patched(patches, [patch.edits[0].x for patch in patches])
+            for patch, answer in zip(patches, answers, strict=True):
+                if not same(answer, patch.edits[0].a):
+                    raise InputError(
+                        f"the edit of {patch.edits[0].x!r} to {patch.edits[0].a!r} failed: the patched model says "
+                        f"{answer!r}. Nothing was added; try other wording, or leave this fact out"
+                    )
+            return [(patch, self._rows(patch)) for patch in patches]
+
+    def _rows(self, patch: Patch) -> dict[str, Tensor]:
+        if self.mode == "sequence":
+            return {}
+        return grid_rows(self.model, patch, self.covariance, self.units, both=self.mode == "both")
+
+    def remove(self, fact_id: int) -> None:
+        """Takes a fact out; its line and history stay. The merged patch is then as if it had never been added."""
+        with self.store.transaction():
+            fact = self.store.fact(fact_id)
+            if fact.status != "active":
+                raise InputError(f"fact {fact_id} is not active: it was {fact.status} before")
+            self.store.retire(fact_id, "removed", "removed")
+
+    # The merged patch
+
+    def patch(self) -> Patch:
+        """One patch that holds all active facts. It is computed once for each set of facts and kept in the file."""
+        with self.store.transaction(write=False):
+            facts = sorted(self.facts(), key=lambda fact: edit_key(fact.edit))
+            ids = sorted(fact.id for fact in facts)
+            methods = {name for method in self.store.methods() for name in method.removesuffix(MERGED).split("+")}
+            cached = self.store.cached("merged")
+            totals: Totals | None = None
+            if cached is not None and cached[0] == ids:
+                deltas = unpack_deltas(cached[1])
+            else:
+                deltas, totals = self._merge(facts)
+        if cached is None or cached[0] != ids:
+            self._keep(ids, Patch(deltas, self.meta["base"], "", ()), totals)
+        return Patch(deltas, self.meta["base"], "+".join(sorted(methods)) + MERGED, tuple(f.edit for f in facts))
+
+    @torch.no_grad()
+    def _merge(self, facts: Sequence[Fact]) -> tuple[dict[str, Delta], Totals | None]:
+        if not facts:
+            return {}, None
+        if self.mode == "sequence":
+            patches = [self.store.patch(fact, self.meta["base"]) for fact in facts]
+            found = merge(self.model, patches, covariance=self.covariance, ridge=self.ridge, mode=self.mode)
+            return found.deltas, None
+        if len(facts) <= FEW:
+            rows = [self.store.rows(fact.id) for fact in facts]
+            return solve_rows(self.model, rows, self.units, self.covariance, self.ridge), None
+        totals = self._totals([fact.id for fact in facts])
+        return solve_totals(self.model, totals, len(facts), self.units, self.covariance, self.ridge), totals
+
+    def _totals(self, ids: Sequence[int]) -> Totals:
+        """The sums over facts, from those that are in the file where few facts have come or gone since."""
+        before, totals = self.store.cached("totals") or ([], {})
+        gone, new = set(before) - set(ids), set(ids) - set(before)
+        if len(gone) + len(new) > len(ids):
+            totals, gone, new = {}, set(), set(ids)
+        readers = self.covariance.readers
+        add_to_totals(totals, map(self.store.rows, sorted(gone)), readers, -1)
+        add_to_totals(totals, map(self.store.rows, sorted(new)), readers, 1)
+        return totals
+
+    def _keep(self, ids: list[int], merged: Patch, totals: Totals | None) -> None:
+        size = sum(total.nbytes for total in (totals or {}).values())
+        with self.store.transaction():
+            if self.store.active_ids() != ids:  # another process has changed the facts meanwhile
+                return
+            self.store.put_cached("merged", ids, patch_tensors(merged))
+            if totals is not None and size <= MOST_CACHED_BYTES:
+                self.store.put_cached("totals", ids, totals)
+            in_totals = self.store.cached_ids("totals")
+            self.store.drop_rows_of_others([*ids, *in_totals])
+
+    def verify(self, others: Sequence[str] = ()) -> Verification:
+        """Asks the merged model for every active fact and its paraphrases, and whether it answers others as before."""
+        facts = self.facts()
+        texts = [text for fact in facts for text in (fact.x, *fact.paraphrases)]
+        with unpatched(self.model):
+            before = self.model.predict(others, cut=True)
+            with self.patch().applied(self.model):
+                answers = iter(self.model.predict(texts, cut=True))
+                after = self.model.predict(others, cut=True)
+        verdicts = [Verdict(fact, next(answers), tuple(next(answers) for _ in fact.paraphrases)) for fact in facts]
+        return Verification(verdicts, len(others), sum(map(same, before, after)))
+
+
+def _same_fact(fact: Fact, edit: FactEdit) -> bool:
+    return same(fact.x, edit.x) and same(fact.target, edit.a)

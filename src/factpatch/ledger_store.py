@@ -1,0 +1,283 @@
+"""The ledger's file: one SQLite database that survives crashes and serves several processes at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from factpatch.deltas import Delta, from_tensors
+from factpatch.errors import FileError, InputError
+from factpatch.facts import FactEdit, normalize
+from factpatch.patch import Patch
+
+VERSION = 1  # of the format, kept as SQLite's user_version
+APPLICATION = 0x46504C31  # SQLite's application_id of a ledger
+PATIENCE = 60.0  # seconds to wait for another process that is writing
+
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE facts (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    x TEXT NOT NULL,
+    form TEXT NOT NULL,
+    before TEXT NOT NULL,
+    target TEXT NOT NULL,
+    paraphrases TEXT NOT NULL,
+    note TEXT NOT NULL,
+    added TEXT NOT NULL,
+    status TEXT NOT NULL CHECK (status IN ('active', 'removed', 'replaced'))
+);
+CREATE UNIQUE INDEX one_active_fact_per_input ON facts (form) WHERE status = 'active';
+CREATE TABLE patches (fact INTEGER PRIMARY KEY REFERENCES facts (id), method TEXT NOT NULL, tensors BLOB NOT NULL);
+CREATE TABLE token_rows (fact INTEGER PRIMARY KEY REFERENCES facts (id), tensors BLOB NOT NULL);
+CREATE TABLE history (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    fact INTEGER NOT NULL REFERENCES facts (id),
+    time TEXT NOT NULL,
+    event TEXT NOT NULL
+);
+CREATE TABLE covariance (name TEXT PRIMARY KEY, tensors BLOB NOT NULL);
+CREATE TABLE cache (name TEXT PRIMARY KEY, facts TEXT NOT NULL, tensors BLOB NOT NULL);
+"""
+
+Status = Literal["active", "removed", "replaced"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One recorded fact: the model should answer `target` to `x`."""
+
+    id: int
+    x: str
+    before: str  # the unedited model's answer
+    target: str
+    paraphrases: tuple[str, ...]
+    note: str
+    added: str  # ISO 8601, UTC
+    status: Status
+
+    @property
+    def edit(self) -> FactEdit:
+        return FactEdit(self.x, self.target, self.before)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of a fact's history."""
+
+    time: str
+    event: str
+
+
+class Store:
+    """Reads and writes the tables. Every change happens in a transaction: all of it, or nothing."""
+
+    def __init__(self, path: str | Path, create: bool = False, patience: float = PATIENCE):
+        self.path = Path(path)
+        if not create and not self.path.is_file():
+            raise FileError(f"no ledger at {self.path}; create one with factpatch ledger init")
+        with self.readable():
+            self.db = sqlite3.connect(self.path, timeout=patience, isolation_level=None)
+        try:
+            with self.readable():
+                self.db.execute("PRAGMA foreign_keys = ON")
+                self._open(create)
+        except BaseException:
+            self.db.close()
+            raise
+
+    def _open(self, create: bool) -> None:
+        if not self._pragma("application_id"):
+            if not create or self.db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise FileError(f"{self.path} is not a ledger; create one with factpatch ledger init")
+            self.db.execute("PRAGMA journal_mode = WAL")
+            with self.transaction():
+                if not self._pragma("application_id"):  # another process may have been faster
+                    for statement in filter(str.strip, SCHEMA.split(";\n")):
+                        self.db.execute(statement)
+                    self.db.execute(f"PRAGMA user_version = {VERSION}")
+                    self.db.execute(f"PRAGMA application_id = {APPLICATION}")
+        if self._pragma("application_id") != APPLICATION:
+            raise FileError(f"{self.path} is another program's database, not a ledger; name another file")
+        if (version := self._pragma("user_version")) > VERSION:
+            raise FileError(
+                f"{self.path} has format {version}, this factpatch reads up to {VERSION}; update factpatch to open it"
+            )
+
+    def _pragma(self, name: str) -> int:
+        return self.db.execute(f"PRAGMA {name}").fetchone()[0]
+
+    def close(self) -> None:
+        self.db.close()
+
+    @contextmanager
+    def readable(self) -> Iterator[None]:
+        """Turns SQLite's errors into ours."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            reason = str(error)
+            if "locked" in reason or "busy" in reason:
+                raise FileError(f"{self.path} is in use by another process; try again when it is done") from error
+            if "unable to open" in reason or "readonly" in reason:
+                raise FileError(f"cannot open {self.path}: {reason}; check the path and its permissions") from error
+            raise FileError(f"{self.path} is damaged or not a ledger ({reason}); restore it from a copy") from error
+
+    @contextmanager
+    def transaction(self, write: bool = True) -> Iterator[None]:
+        """One consistent view of the ledger; when writing, no other process can write meanwhile."""
+        with self.readable():
+            self.db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+            try:
+                yield
+                self.db.execute("COMMIT")
+            except BaseException:
+                if self.db.in_transaction:
+                    self.db.execute("ROLLBACK")
+                raise
+
+    # Settings
+
+    def get_meta(self) -> dict[str, str]:
+        return dict(self.db.execute("SELECT key, value FROM meta"))
+
+    def set_meta(self, values: Mapping[str, str]) -> None:
+        self.db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
+
+    # Facts
+
+    def facts(self, status: Status | None = "active") -> list[Fact]:
+        """Facts in the order in which they were added."""
+        with self.readable():
+            found = self.db.execute(
+                "SELECT id, x, before, target, paraphrases, note, added, status FROM facts"
+                " WHERE ? IS NULL OR status = ? ORDER BY id",
+                (status, status),
+            ).fetchall()
+        return [_fact(row) for row in found]
+
+    def fact(self, fact_id: int) -> Fact:
+        for fact in self.facts(None):
+            if fact.id == fact_id:
+                return fact
+        raise InputError(f"there is no fact {fact_id} in {self.path}; see factpatch ledger list")
+
+    def active_ids(self) -> list[int]:
+        return [i for (i,) in self.db.execute("SELECT id FROM facts WHERE status = 'active' ORDER BY id")]
+
+    def active_like(self, x: str) -> int | None:
+        """The active fact about an input, compared after normalising."""
+        found = self.db.execute("SELECT id FROM facts WHERE form = ? AND status = 'active'", (normalize(x),)).fetchone()
+        return found[0] if found else None
+
+    def insert(
+        self, edit: FactEdit, paraphrases: Iterable[str], note: str, patch: Patch, rows: Mapping[str, Tensor]
+    ) -> int:
+        """Records a new active fact with its patch and what the merge needs to know of it."""
+        added = self.db.execute(
+            "INSERT INTO facts (x, form, before, target, paraphrases, note, added, status)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, 'active')",
+            (edit.x, normalize(edit.x), edit.y or "", edit.a, json.dumps(list(paraphrases)), note, _now()),
+        ).lastrowid
+        assert added is not None
+        self.db.execute("INSERT INTO patches VALUES (?, ?, ?)", (added, patch.method, pack(patch_tensors(patch))))
+        self.db.execute("INSERT INTO token_rows VALUES (?, ?)", (added, pack(rows)))
+        self.record(added, "added")
+        return added
+
+    def retire(self, fact_id: int, status: Status, event: str) -> None:
+        """Ends a fact. Its line and its history stay, its patch goes."""
+        self.db.execute("UPDATE facts SET status = ? WHERE id = ?", (status, fact_id))
+        self.db.execute("DELETE FROM patches WHERE fact = ?", (fact_id,))
+        self.record(fact_id, event)
+
+    def record(self, fact_id: int, event: str) -> None:
+        self.db.execute("INSERT INTO history (fact, time, event) VALUES (?, ?, ?)", (fact_id, _now(), event))
+
+    def history(self, fact_id: int) -> list[Event]:
+        with self.readable():
+            found = self.db.execute("SELECT time, event FROM history WHERE fact = ? ORDER BY id", (fact_id,)).fetchall()
+        return [Event(*row) for row in found]
+
+    def methods(self) -> set[str]:
+        return {method for (method,) in self.db.execute("SELECT DISTINCT method FROM patches")}
+
+    # Tensors
+
+    def patch(self, fact: Fact, base: str) -> Patch:
+        method, blob = self.db.execute("SELECT method, tensors FROM patches WHERE fact = ?", (fact.id,)).fetchone()
+        return Patch(unpack_deltas(self.unpack(blob)), base, method, (fact.edit,))
+
+    def rows(self, fact_id: int) -> dict[str, Tensor]:
+        return self.unpack(self.db.execute("SELECT tensors FROM token_rows WHERE fact = ?", (fact_id,)).fetchone()[0])
+
+    def drop_rows_of_others(self, fact_ids: Iterable[int]) -> None:
+        """Deletes the rows of facts that no cached sum contains any more."""
+        kept = json.dumps(list(fact_ids))
+        self.db.execute("DELETE FROM token_rows WHERE fact NOT IN (SELECT value FROM json_each(?))", (kept,))
+
+    def put_covariance(self, moments: Mapping[str, Tensor]) -> None:
+        values = ((name, pack({"C": C})) for name, C in moments.items())
+        self.db.executemany("INSERT OR REPLACE INTO covariance VALUES (?, ?)", values)
+
+    def covariance(self) -> dict[str, Tensor]:
+        return {name: self.unpack(blob)["C"] for name, blob in self.db.execute("SELECT name, tensors FROM covariance")}
+
+    def cached(self, name: str) -> tuple[list[int], dict[str, Tensor]] | None:
+        """Tensors that were computed from the facts of these ids."""
+        found = self.db.execute("SELECT facts, tensors FROM cache WHERE name = ?", (name,)).fetchone()
+        return (json.loads(found[0]), self.unpack(found[1])) if found else None
+
+    def cached_ids(self, name: str) -> list[int]:
+        found = self.db.execute("SELECT facts FROM cache WHERE name = ?", (name,)).fetchone()
+        return json.loads(found[0]) if found else []
+
+    def put_cached(self, name: str, fact_ids: list[int], tensors: Mapping[str, Tensor]) -> None:
+        blob = pack(tensors)
+        self.db.execute("INSERT OR REPLACE INTO cache VALUES (?, ?, ?)", (name, json.dumps(fact_ids), blob))
+
+    def unpack(self, blob: bytes) -> dict[str, Tensor]:
+        try:
+            if hashlib.sha256(memoryview(blob)[32:]).digest() != blob[:32]:
+                raise ValueError("a checksum does not match")
+            return load(blob[32:])
+        except (SafetensorError, ValueError) as error:
+            raise FileError(f"{self.path} is damaged ({error}); restore it from a copy") from error
+
+
+def pack(tensors: Mapping[str, Tensor]) -> bytes:
+    """A checksum, then the tensors as safetensors."""
+    content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    return hashlib.sha256(content).digest() + content
+
+
+def patch_tensors(patch: Patch) -> dict[str, Tensor]:
+    return {f"{name}:{part}": t for name, delta in patch.deltas.items() for part, t in delta.tensors.items()}
+
+
+def unpack_deltas(tensors: Mapping[str, Tensor]) -> dict[str, Delta]:
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, part = key.rsplit(":", 1)
+        parts.setdefault(name, {})[part] = tensor
+    return {name: from_tensors(found) for name, found in parts.items()}
+
+
+def _fact(row: tuple[Any, ...]) -> Fact:
+    number, x, before, target, paraphrases, note, added, status = row
+    return Fact(number, x, before, target, tuple(json.loads(paraphrases)), note, added, status)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
