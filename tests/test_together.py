@@ -113,19 +113,22 @@ def test_a_killed_run_resumes_after_the_last_whole_group(tmp_path: Path) -> None
 
 
 def test_another_way_of_merging_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sees the model, the patches of a group and inputs that are neither edited nor measured."""
+    """It sees the patches of a group, and other inputs to be fitted to."""
     model = tiny.build("bert")
     edits, others = many(model, 4)
     seen = []
 
-    def first(model: TaskModel, patches: Any, others: Any) -> Any:
-        seen.append((len(patches), others))
-        return patches[0]
+    def first(model: TaskModel, fitted_to: Any, scope: Any) -> Any:
+        def measure(examiner: Any, patches: Any, group: Any) -> Any:
+            seen.append((len(patches), len(group), len(fitted_to)))
+            return MERGES["sum"](model, fitted_to, scope)(examiner, patches[:1], group)
+
+        return measure
 
     monkeypatch.setitem(MERGES, "first", first)
-    evaluate(loud_editor(model), model, edits, others, tmp_path, {}, together=Together((2,), "first", ("a", "b")))
-    assert seen == [(2, ("a", "b"))] * 2
-    with pytest.raises(InputError, match="no merge called 'mean'; choose one of sum"):
+    evaluate(loud_editor(model), model, edits, others, tmp_path, {}, together=Together((2,), "first", others[:3]))
+    assert seen == [(2, 2, 3)] * 2
+    with pytest.raises(InputError, match="no way to merge called 'mean'; choose one of sum"):
         Together((2,), "mean")
 
 

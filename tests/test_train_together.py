@@ -33,9 +33,9 @@ def test_gradients_are_those_of_the_whole_solve(
     monkeypatch.setitem(module.EDITS_PER_CHUNK, "cpu", 2)
     known = revisions(model, 12)
     editor = loud_editor(model)
-    editor.learn_ridge()
+    log_ridge = editor.learn_ridge()
     with torch.no_grad():
-        editor.log_ridge.uniform_(-1, 1)
+        log_ridge.uniform_(-1, 1)
     config = TrainConfig(together=3, rows=4, paraphrases="none")
     batch = Batcher(model, editor, known, config).batch(Sampler(known, config).plan(0), total=3)
     objective = Objective(model, config)
@@ -47,7 +47,7 @@ def test_gradients_are_those_of_the_whole_solve(
     merged = MergedGradients(editor, objective, covariance)
     merged.chunk = 3
     changes = {}
-    ridge = dict(zip(editor.shapes, editor.log_ridge.double().exp(), strict=True))
+    ridge = dict(zip(editor.shapes, log_ridge.double().exp(), strict=True))
     for name, K, V in merged._keys_and_values(batch.edit_batch):
         K, V = K.double(), V.double()
         M = K.mT @ K + 3 * ridge[name] * merged.moments[name]
@@ -66,9 +66,8 @@ def test_gradients_are_those_of_the_whole_solve(
 def test_training_sees_what_merge_makes(model: TaskModel) -> None:
     known = revisions(model, 12)
     editor = loud_editor(model)
-    editor.learn_ridge()
     with torch.no_grad():
-        editor.log_ridge.fill_(0.3)
+        editor.learn_ridge().fill_(0.3)
     config = TrainConfig(together=4, rows=3, paraphrases="none")
     sampler = Sampler(known, config)
     plan = sampler.plan(0)

@@ -82,8 +82,9 @@ def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iter
     def run_under(name: str, delta: Delta, layer: nn.Module) -> Callable[[Tensor], Tensor]:
         edits = next(iter(delta.tensors.values())).shape[0]
         plain, is_plain = layer.forward, "forward" not in vars(layer)
-        if isinstance(delta, Dense) and edits == 1 and is_plain and type(layer) is nn.Linear:
-            weight = layer.weight + delta.delta[0].to(layer.weight.dtype)  # one product instead of two
+        wide = layer.weight.dtype in (torch.float32, torch.float64)  # half precision would round small changes away
+        if isinstance(delta, Dense) and edits == 1 and is_plain and wide and type(layer) is nn.Linear:
+            weight = layer.weight + delta.delta[0].to(layer.weight)  # one product instead of two
             return lambda x: F.linear(x, weight, layer.bias)
 
         def forward(x: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from factpatch.models import TaskModel
 
 SELECTABLE = ("finetune", "zhu")  # methods with settings that --select can choose
-MERGE_INPUTS = 1000  # inputs that a merge may use, at most
 
 
 def evaluate(
@@ -67,7 +66,17 @@ def evaluate(
     together: Annotated[
         str | None, typer.Option(help="Also measure N facts edited at the same time, for each N in a list: 1,16,64.")
     ] = None,
-    merge: Annotated[str, typer.Option(help="How --together makes one patch of N: sum.")] = "sum",
+    merge: Annotated[
+        str,
+        typer.Option(help="How --together puts N facts into one model: solve (least squares), scope or sum."),
+    ] = "solve",
+    others: Annotated[
+        str | None,
+        typer.Option(help="Revisions that --merge is fitted to. Default: those of --data that are not measured."),
+    ] = None,
+    scope: Annotated[
+        str | None, typer.Option(help="File of a trained scope. Default: a scope without training.")
+    ] = None,
     precision: Annotated[
         Literal["fp32", "bf16"] | None,
         typer.Option(help="Default: bf16 for editors of classifiers on a GPU, otherwise fp32."),
@@ -93,25 +102,29 @@ def evaluate(
     sizes = _parse_sizes(together)
     check_writable(output)
     with working("loading"):
+        from factpatch.data.holdout import hash_shuffled
         from factpatch.data.revisions import load_revisions
         from factpatch.device import find_device
-        from factpatch.evaluation import Together, count_joint_edits, precise, sampled
+        from factpatch.evaluation import COVERED, Together, count_joint_edits, precise, sampled
         from factpatch.evaluation import evaluate as run
         from factpatch.models import load_model
         from factpatch.processes import join_processes
 
         prepare(seed)
-        joint = Together(sizes, merge) if sizes else None
+        joint = Together(sizes, merge, scope=scope) if sizes else None
         join_processes(find_device(device))  # before the model is loaded: each process has a GPU of its own
         task_model = load_model(model, device)
         bad: list[str] = []
         on_bad = bad.append if skip_bad else None
         revisions = load_revisions(data, task_model, on_bad, warn)
         to_choose_on = load_revisions(valid, task_model, on_bad, warn) if valid else None
+        fitted_to = load_revisions(others, task_model, on_bad, warn) if others else None
     with precise(task_model, precision, baseline=editor is None):
-        sample, others = sampled(task_model, revisions, edits, retain, seed)
-        joint = replace(joint, others=_unused(revisions, [*sample, *others])) if joint else None
-        total = len(sample) + count_joint_edits(len(sample), sizes)
+        sample, controls = sampled(task_model, revisions, edits, retain, seed)
+        if joint:
+            unused = fitted_to if fitted_to is not None else _without(revisions, [*sample, *controls])
+            joint = replace(joint, others=hash_shuffled(unused, seed))
+        total = (min(len(sample), COVERED) if sizes else len(sample)) + count_joint_edits(len(sample), sizes)
         tried: list[dict[str, Any]] = []
         if select:
             left = to_choose_on if to_choose_on is not None else _without(revisions, sample)
@@ -119,8 +132,9 @@ def evaluate(
         else:
             chosen = _method(task_model, method, editor, layers, bound, updates)
         settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed}
+        settings |= {"others": others, "scope": scope} if joint else {}
         with progress_bar("editing", total) as advance:
-            result = run(chosen, task_model, sample, others, output, settings, advance, joint, tried)
+            result = run(chosen, task_model, sample, controls, output, settings, advance, joint, tried)
     if not is_main_process() or result is None:
         return
     if as_json:
@@ -203,11 +217,6 @@ def _method(
 def _without(revisions: list[Revision], used: list[Revision]) -> list[Revision]:
     ids = {revision.id for revision in used}
     return [revision for revision in revisions if revision.id not in ids]
-
-
-def _unused(revisions: list[Revision], used: list[Revision]) -> list[str]:
-    """Inputs for a merge that are neither edited nor measured."""
-    return [revision.input for revision in _without(revisions, used)][:MERGE_INPUTS]
 
 
 def _selected(

@@ -94,11 +94,12 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         """One update per edit as a stack per weight, differentiable in the editor's parameters."""
         return self(batch.condition, self.trace(model, batch, under))
 
-    def learn_ridge(self) -> None:
+    def learn_ridge(self) -> nn.Parameter:
         """Adds log λ of each weight to the parameters: how much other inputs count when the patches are merged."""
         if self.log_ridge is None:
             device = next(self.parameters()).device
             self.log_ridge = nn.Parameter(torch.zeros(len(self.shapes), device=device))
+        return self.log_ridge
 
     def ridges(self) -> dict[str, float]:
         """λ of each weight, if it was learned."""

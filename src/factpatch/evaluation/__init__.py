@@ -3,11 +3,13 @@
 from factpatch.data.revisions import editable, teachable
 from factpatch.evaluation.baselines import count_choices, select
 from factpatch.evaluation.measure import measure, predicted_now
+from factpatch.evaluation.merges import MERGES
 from factpatch.evaluation.run import evaluate, precise, sampled
 from factpatch.evaluation.summary import Result, Summary
-from factpatch.evaluation.together import MERGES, Together, count_joint_edits
+from factpatch.evaluation.together import COVERED, Together, count_joint_edits
 
 __all__ = [
+    "COVERED",
     "MERGES",
     "Result",
     "Summary",

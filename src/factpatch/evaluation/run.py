@@ -22,7 +22,13 @@ from factpatch.evaluation.details import write_details
 from factpatch.evaluation.lines import edit_line, open_lines, outcome_of, write_shared
 from factpatch.evaluation.measure import Examiner, predicted_now
 from factpatch.evaluation.summary import FILE, Conditions, Result, Summary
-from factpatch.evaluation.together import Together, count_joint_edits, measure_together
+from factpatch.evaluation.together import (
+    COVERED,
+    Together,
+    about_different_facts,
+    count_joint_edits,
+    measure_together,
+)
 from factpatch.files import ResumableLines
 from factpatch.models import Classifier, TaskModel
 from factpatch.patch import stack_patches
@@ -84,9 +90,11 @@ def evaluate(
     if not edits:
         raise InputError("nothing to edit: the model already gives every alternative, or cannot give it")
     if together:
+        edits = about_different_facts(edits)
         count_joint_edits(len(edits), together.sizes)  # fails now rather than after hours of single edits
     identity = {**asdict(conditions), "ids": [revision.id for revision in edits]}
-    lines, result = _measure_each(method, model, edits, others, folder, identity, on_done)
+    alone = edits[:COVERED] if together else edits
+    lines, result = _measure_each(method, model, alone, others, folder, identity, on_done)
     joint: ResumableLines | None = None
     if together:
         joint, curve = measure_together(method, model, edits, others, together, folder, identity, on_done)

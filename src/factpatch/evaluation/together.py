@@ -7,31 +7,25 @@ edit of the group is measured in the model that carries it.
 from __future__ import annotations
 
 import json
-import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from factpatch.data.revisions import Revision, edit_of
+from factpatch.data.revisions import Revision, edit_of, own_forms
 from factpatch.editors import EditMethod
 from factpatch.errors import InputError
 from factpatch.evaluation.lines import edit_line, open_lines, outcome_of, write_shared
 from factpatch.evaluation.measure import Examiner
+from factpatch.evaluation.merges import find_merge
 from factpatch.evaluation.summary import JointResult, Result
 from factpatch.files import ResumableLines
 from factpatch.models import TaskModel
-from factpatch.patch import Patch, stack_patches
 from factpatch.processes import from_first
 
 FILE = "together.jsonl"
-COVERED = 256  # edits that the groups of one size cover, if one group is not larger than that
-
-# A merge makes one patch of many. It may use other inputs, none of which is edited or measured.
-Merge = Callable[[TaskModel, Sequence[Patch], Sequence[str]], Patch]
-MERGES: dict[str, Merge] = {"sum": lambda model, patches, others: reduce(operator.add, patches)}
+COVERED = 256  # edits that are measured alone, and that the groups of one size cover unless one group is larger
 
 
 @dataclass(frozen=True)
@@ -40,13 +34,25 @@ class Together:
 
     sizes: tuple[int, ...]
     merge: str = "sum"  # a key of MERGES
-    others: Sequence[str] = ()  # inputs that the merge may use
+    others: Sequence[Revision] = ()  # inputs that the merge or the scope is fitted to
+    scope: str | None = None  # file of a trained scope
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1 or len(set(self.sizes)) < len(self.sizes):
             raise InputError("expected different numbers of facts, each at least 1, such as 1,16,64")
-        if self.merge not in MERGES:
-            raise InputError(f"there is no merge called {self.merge!r}; choose one of {', '.join(MERGES)}")
+        find_merge(self.merge)
+
+
+def about_different_facts(edits: Sequence[Revision]) -> list[Revision]:
+    """Drops revisions that share an input or a paraphrase with an earlier one: one model cannot hold both."""
+    kept: list[Revision] = []
+    taken: set[str] = set()
+    for revision in edits:
+        forms = own_forms(revision)
+        if taken.isdisjoint(forms):
+            kept.append(revision)
+            taken |= forms
+    return kept
 
 
 def count_groups(edits: int, size: int) -> int:
@@ -81,12 +87,12 @@ def measure_together(
         lines.keep(sum(map(len, groups[:done])))
     on_done(sum(map(len, groups[:done])))
     examiner = Examiner(model, others, 1, scores=True)
+    measure = find_merge(together.merge)(model, together.others or others, together.scope)
 
     def make_lines(number: int) -> list[str]:
         group, start = groups[number], time.perf_counter()
         patches = method.propose(model, [edit_of(revision) for revision in group])
-        patch = MERGES[together.merge](model, patches, together.others)
-        (examined,) = examiner.examine_groups(stack_patches([patch], model.layers), [group])
+        examined = measure(examiner, patches, group)
         about = {"facts": len(group), "group": number, "seconds": time.perf_counter() - start}
         return [edit_line(revision, one, **about) for revision, one in zip(group, examined, strict=True)]
 

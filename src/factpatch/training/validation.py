@@ -115,8 +115,9 @@ class Validator:
         with tensor_core_products():
             patches = method.propose(self.model, [edit_of(revision) for revision in edits])
             patch = merge(self.model, patches, covariance=covariance)
-            examiner = Examiner(self.model, controls, edits=1)
-            (group,) = examiner.examine_groups(stack_patches([patch], self.model.layers), [edits])
+            (group,) = Examiner(self.model, controls, 1).examine_groups(
+                stack_patches([patch], self.model.layers), [edits]
+            )
         return summary([examined.outcome for examined in group])
 
 

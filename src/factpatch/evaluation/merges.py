@@ -1,0 +1,76 @@
+"""Ways to have many facts in one model at once: patches added up, merged by least squares, or used by scope."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+from factpatch.covariance import Covariance
+from factpatch.data.revisions import Revision, edit_of
+from factpatch.errors import InputError
+from factpatch.evaluation.measure import Examined, Examiner
+from factpatch.evaluation.outcomes import outcome
+from factpatch.merging import merge
+from factpatch.models import TaskModel
+from factpatch.patch import Patch, stack_patches
+from factpatch.scope import Scope, predict_scoped
+
+Group = Sequence[Revision]
+Measure = Callable[[Examiner, Sequence[Patch], Group], list[Examined]]
+MAX_OTHERS = 2000  # inputs that a merge or a scope is fitted to
+
+
+def by_sum(model: TaskModel, others: Group, scope: str | None) -> Measure:
+    return lambda examiner, patches, group: _examine_one(examiner, reduce(operator.add, patches), group)
+
+
+def by_solve(model: TaskModel, others: Group, scope: str | None) -> Measure:
+    known = {revision.input: revision.prediction for revision in others[:MAX_OTHERS]}
+    covariance = Covariance.compute(model, known, known)
+
+    def measure(examiner: Examiner, patches: Sequence[Patch], group: Group) -> list[Examined]:
+        return _examine_one(examiner, merge(model, patches, covariance=covariance), group)
+
+    return measure
+
+
+def by_scope(model: TaskModel, others: Group, scope: str | None) -> Measure:
+    others = others[:MAX_OTHERS]
+    fitted = Scope.load(scope, model) if scope else Scope.plain(model, others)
+    readable = model.encode_readable([revision.input for revision in others])
+
+    def measure(examiner: Examiner, patches: Sequence[Patch], group: Group) -> list[Examined]:
+        fitted.index([revision.input for revision in group])
+        fitted.calibrate_index(list(readable))
+        own = list(dict.fromkeys(text for r in group for text in (r.input, *r.rephrases, *r.human_rephrases)))
+        controls = [other.input for other in examiner.others]
+        answers = predict_scoped(model, fitted, patches, [*own, *controls])
+        says, says_others = dict(zip(own, answers, strict=False)), answers[len(own) :]
+        return [
+            Examined(
+                outcome(r, edit_of(r).a, says, examiner.controls, says_others, together=group), says, says_others, None
+            )
+            for r in group
+        ]
+
+    return measure
+
+
+def _examine_one(examiner: Examiner, patch: Patch, group: Group) -> list[Examined]:
+    """Measures a group under one patch."""
+    (examined,) = examiner.examine_groups(stack_patches([patch], examiner.model.layers), [group])
+    return examined
+
+
+MERGES: dict[str, Callable[[TaskModel, Group, str | None], Measure]] = {
+    "sum": by_sum,
+    "solve": by_solve,
+    "scope": by_scope,
+}
+
+
+def find_merge(name: str) -> Callable[[TaskModel, Group, str | None], Measure]:
+    if name not in MERGES:
+        raise InputError(f"there is no way to merge called {name!r}; choose one of {', '.join(MERGES)}")
+    return MERGES[name]
