@@ -21,7 +21,7 @@ from factpatch.engine import edited
 from factpatch.errors import FileError, InputError, MismatchError, ModelError
 from factpatch.files import atomic_file
 from factpatch.models import Rows, TaskModel
-from factpatch.models.base import Encoded
+from factpatch.models.rows import Encoded
 from factpatch.patch import weight_shape
 
 FORMAT = "factpatch-covariance-1"
@@ -140,7 +140,7 @@ class Covariance:
 
         `predictions` may supply answers of the model that are known already, which saves searching for them.
         """
-        sample = sorted(model.readable(list(texts)))
+        sample = sorted(model.encode_readable(list(texts)))
         if not sample:
             raise InputError("expected a sample of other inputs, found no usable text; give ordinary inputs")
         known = dict(predictions or {})

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from factpatch.cli import ask, bench, demo, edit, evaluate, fit, paraphrase, patch, report, revise, split, train
+from factpatch.cli import ask, bench, demo, edit, evaluate, fit, ledger, paraphrase, patch, report, revise, split, train
 from factpatch.cli.common import is_main_process
 from factpatch.errors import FactpatchError
 
@@ -36,6 +36,7 @@ app.command()(ask.ask)
 app.command()(evaluate.evaluate)
 app.command()(report.report)
 app.add_typer(patch.app, name="patch")
+app.add_typer(ledger.app, name="ledger")
 app.add_typer(bench.app, name="bench")
 
 

@@ -67,7 +67,7 @@ def evaluate(
     together: Annotated[
         str | None, typer.Option(help="Also measure N facts edited at the same time, for each N in a list: 1,16,64.")
     ] = None,
-    merge: Annotated[str, typer.Option(help="How --together makes one patch of N: sum.")] = "sum",
+    merge: Annotated[str, typer.Option(help="How --together makes one patch of N: sum, solve or sequence.")] = "sum",
     precision: Annotated[
         Literal["fp32", "bf16"] | None,
         typer.Option(help="Default: bf16 for editors of classifiers on a GPU, otherwise fp32."),

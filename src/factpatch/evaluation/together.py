@@ -11,10 +11,11 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
+from factpatch.covariance import Covariance
 from factpatch.data.revisions import Revision, edit_of
 from factpatch.editors import EditMethod
 from factpatch.errors import InputError
@@ -22,6 +23,7 @@ from factpatch.evaluation.lines import edit_line, open_lines, outcome_of, write_
 from factpatch.evaluation.measure import Examiner
 from factpatch.evaluation.summary import JointResult, Result
 from factpatch.files import ResumableLines
+from factpatch.merging import merge
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
 from factpatch.processes import from_first
@@ -31,7 +33,18 @@ COVERED = 256  # edits that the groups of one size cover, if one group is not la
 
 # A merge makes one patch of many. It may use other inputs, none of which is edited or measured.
 Merge = Callable[[TaskModel, Sequence[Patch], Sequence[str]], Patch]
-MERGES: dict[str, Merge] = {"sum": lambda model, patches, others: reduce(operator.add, patches)}
+MERGES: dict[str, Merge] = {
+    "sum": lambda model, patches, others: reduce(operator.add, patches),
+    "solve": lambda model, patches, others: merge(model, patches, covariance=_covariance(model, tuple(others))),
+    "sequence": lambda model, patches, others: merge(
+        model, patches, covariance=_covariance(model, tuple(others)), mode="sequence"
+    ),
+}
+
+
+@lru_cache(maxsize=1)  # the groups of one run share it
+def _covariance(model: TaskModel, others: tuple[str, ...]) -> Covariance:
+    return Covariance.compute(model, others)
 
 
 @dataclass(frozen=True)
