@@ -15,6 +15,7 @@ from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches, weight_shape
 
 FLOOR = 1e-3  # of C's mean diagonal is added to it: layers hardly ever read some directions, until an edit excites them
+BLOCK = 768  # columns of K per block of KᵀK
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Sums:
         if not self.K:
             return
         K = torch.cat(self.K)
-        products = K.mT @ K
+        products = _gram(K)
         self.KK = products if self.KK is None else self.KK.add_(products)
         for name, values in self.V.items():
             products = K.mT @ torch.cat(values)
@@ -68,6 +69,20 @@ class Sums:
             else:
                 found[name] = Dense(torch.cholesky_solve(KV, roots[λ]).mT)
         return found
+
+
+def _gram(K: Tensor) -> Tensor:
+    """KᵀK, computing each of its off-diagonal blocks once."""
+    blocks = K.split(BLOCK, dim=1)
+    product = K.new_empty(K.shape[1], K.shape[1])
+    for i, left in enumerate(blocks):
+        rows = slice(i * BLOCK, i * BLOCK + left.shape[1])
+        for j, right in enumerate(blocks[: i + 1]):
+            columns = slice(j * BLOCK, j * BLOCK + right.shape[1])
+            product[rows, columns] = left.mT @ right
+            if j < i:
+                product[columns, rows] = product[rows, columns].mT
+    return product
 
 
 @dataclass(frozen=True)
