@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     from factpatch.editors import EditMethod, EditorConfig, HyperNetwork, load_editor
     from factpatch.errors import FactpatchError
     from factpatch.facts import FactEdit
+    from factpatch.ledger import Ledger
+    from factpatch.merging import merge
     from factpatch.models import TaskModel, load_model
     from factpatch.patch import Patch
 
@@ -19,10 +21,12 @@ _HOMES = {
     "FactEdit": "factpatch.facts",
     "FactpatchError": "factpatch.errors",
     "HyperNetwork": "factpatch.editors",
+    "Ledger": "factpatch.ledger",
     "Patch": "factpatch.patch",
     "TaskModel": "factpatch.models",
     "load_editor": "factpatch.editors",
     "load_model": "factpatch.models",
+    "merge": "factpatch.merging",
 }
 
 __all__ = [
@@ -31,10 +35,12 @@ __all__ = [
     "FactEdit",
     "FactpatchError",
     "HyperNetwork",
+    "Ledger",
     "Patch",
     "TaskModel",
     "load_editor",
     "load_model",
+    "merge",
 ]
 
 

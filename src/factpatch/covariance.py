@@ -21,7 +21,7 @@ from factpatch.engine import edited
 from factpatch.errors import FileError, InputError, MismatchError, ModelError
 from factpatch.files import atomic_file
 from factpatch.models import Rows, TaskModel
-from factpatch.models.base import Encoded
+from factpatch.models.rows import Encoded
 from factpatch.patch import weight_shape
 
 FORMAT = "factpatch-covariance-1"

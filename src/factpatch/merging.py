@@ -24,7 +24,7 @@ from factpatch.deltas import scaled
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, normalize, same
 from factpatch.models import TaskModel
-from factpatch.patch import Patch, hash_tensors
+from factpatch.patch import Patch, hash_tensors, set_patches
 from factpatch.solving import Problem, solve_in_sequence, solve_independently
 
 Mode = Literal["unedited", "both", "sequence"]
@@ -139,14 +139,12 @@ def _ridges(model: TaskModel, ridge: float | Mapping[str, float] | None) -> dict
 @contextmanager
 def unpatched(model: TaskModel) -> Iterator[None]:
     """Takes all patches off the model inside this block and applies them again at its end."""
-    applied = list(model.patches)
+    applied = model.patches
+    set_patches(model, [])
     try:
-        for patch in reversed(applied):
-            patch.revert(model)
         yield
     finally:
-        for patch in applied[len(model.patches) :]:
-            patch.apply(model)
+        set_patches(model, applied)
 
 
 # The smallest sufficient patch

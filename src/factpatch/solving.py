@@ -14,6 +14,8 @@ from factpatch.errors import MismatchError
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches, weight_shape
 
+BLOCK = 768  # columns of K per block of KᵀK
+
 
 @dataclass
 class Sums:
@@ -42,7 +44,7 @@ class Sums:
         if not self.K:
             return
         K = torch.cat(self.K)
-        products = K.mT @ K
+        products = _gram(K)
         self.KK = products if self.KK is None else self.KK.add_(products)
         for name, values in self.V.items():
             products = K.mT @ torch.cat(values)
@@ -66,6 +68,20 @@ class Sums:
             else:
                 found[name] = Dense(torch.cholesky_solve(KV, roots[λ]).mT)
         return found
+
+
+def _gram(K: Tensor) -> Tensor:
+    """KᵀK, computing each of its off-diagonal blocks once."""
+    blocks = K.split(BLOCK, dim=1)
+    product = K.new_empty(K.shape[1], K.shape[1])
+    for i, left in enumerate(blocks):
+        rows = slice(i * BLOCK, i * BLOCK + left.shape[1])
+        for j, right in enumerate(blocks[: i + 1]):
+            columns = slice(j * BLOCK, j * BLOCK + right.shape[1])
+            product[rows, columns] = left.mT @ right
+            if j < i:
+                product[columns, rows] = product[rows, columns].mT
+    return product
 
 
 @dataclass(frozen=True)

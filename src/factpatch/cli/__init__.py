@@ -15,6 +15,7 @@ from factpatch.cli import (
     edit,
     evaluate,
     fit,
+    ledger,
     paraphrase,
     patch,
     report,
@@ -51,6 +52,7 @@ app.command()(evaluate.evaluate)
 app.command()(report.report)
 app.add_typer(patch.app, name="patch")
 app.add_typer(scope.app, name="scope")
+app.add_typer(ledger.app, name="ledger")
 app.add_typer(bench.app, name="bench")
 
 

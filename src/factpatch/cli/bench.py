@@ -9,6 +9,7 @@ from rich.table import Table
 
 from factpatch.cli import common
 from factpatch.cli.common import Device, Json, Precision, Seed
+from factpatch.cli.merge import Mode
 
 if TYPE_CHECKING:
     from factpatch.models import TaskModel
@@ -152,6 +153,34 @@ def evaluate(
 def _explain(*lines: str) -> None:
     for line in lines:
         common.stdout.print(f"[dim]{line}[/]")
+
+
+@app.command()
+def merge(
+    shape: Shape = "bert-base",
+    facts: Annotated[int, typer.Option(min=1, help="Patches to merge, of one fact each.")] = 256,
+    tokens: Tokens = 13,
+    mode: Mode = "both",
+    precision: Precision = None,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Time merging patches into one, and computing the covariance that the merge needs.
+
+    Takes about two minutes on two cores.
+
+    Example: factpatch bench merge --shape minilm --facts 64
+    """
+    model = _build(shape, device, precision, seed)
+    from factpatch.bench.merge import bench_merge
+
+    with common.working(f"{shape} on {model.device}"):
+        result = {"shape": shape, "device": str(model.device), **bench_merge(model, facts, tokens, mode)}
+    if as_json:
+        common.print_json(result)
+    else:
+        common.show_counts(result, shape)
 
 
 def _build(shape: str, device: str | None, precision: str | None, seed: int) -> TaskModel:

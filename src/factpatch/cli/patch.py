@@ -9,12 +9,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from factpatch.cli import common
+from factpatch.cli import common, merge
 from factpatch.cli.common import Device, Json, Model, Seed
 from factpatch.errors import MismatchError
 from factpatch.facts import same
 
-app = typer.Typer(help="Inspect patches and apply them.", no_args_is_help=True)
+app = typer.Typer(help="Inspect patches, apply them and merge them.", no_args_is_help=True)
+app.command()(merge.merge)
 
 
 @app.command()

@@ -1,0 +1,88 @@
+"""The time that merging takes, with random patches for a random model."""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from factpatch.bench.shapes import ANSWER_TOKENS
+from factpatch.covariance import Covariance
+from factpatch.deltas import Delta, LowRank
+from factpatch.facts import FactEdit
+from factpatch.merging import Mode, merge
+from factpatch.models import Classifier, TaskModel
+from factpatch.patch import Patch, weight_shape
+
+WORDS = [f"w{i}" for i in range(1000)]
+DIFFERENT = 8  # sets of random factors; the patches share them, so that they do not fill the memory
+OTHERS = 256  # texts of the covariance's sample
+
+
+def bench_merge(model: TaskModel, facts: int = 256, tokens: int = 13, mode: Mode = "both") -> dict[str, Any]:
+    """Times the covariance of 256 texts, and merging `facts` patches of `tokens` tokens and rank tokens + 1 each."""
+    model.tokenizer = _word_tokenizer()
+    rng = random.Random(0)
+    texts = [_text(rng, tokens) for _ in range(facts + OTHERS)]
+    start = time.perf_counter()
+    others = texts[facts:]
+    answers = {text: _text(rng, ANSWER_TOKENS) for text in others}
+    covariance = Covariance.compute(model, others, answers)
+    measured = time.perf_counter()
+    factors = [_random_factors(model, tokens + 1) for _ in range(min(DIFFERENT, facts))]
+    patches = [
+        Patch(factors[i % len(factors)], model.fingerprint, "random", (FactEdit(text, _target(model, rng)),))
+        for i, text in enumerate(texts[:facts])
+    ]
+    begun = time.perf_counter()
+    merged = merge(model, patches, covariance=covariance, mode=mode)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    seconds = time.perf_counter() - begun
+    return {
+        "facts": facts,
+        "tokens": tokens,
+        "mode": mode,
+        "merge_seconds": seconds,
+        "covariance_seconds": measured - start,
+        "facts_per_second": facts / seconds,
+        "patch_bytes": merged.nbytes,
+        "peak_memory_bytes": _peak_memory(model.device),
+    }
+
+
+def _word_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per word, so that the length of texts is known."""
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<pad>", *WORDS])}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment] (stubs lack the setter)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+
+
+def _text(rng: random.Random, tokens: int) -> str:
+    return " ".join(rng.choices(WORDS, k=tokens))
+
+
+def _target(model: TaskModel, rng: random.Random) -> str:
+    return rng.choice(model.labels) if isinstance(model, Classifier) else _text(rng, ANSWER_TOKENS)
+
+
+def _random_factors(model: TaskModel, rank: int) -> dict[str, Delta]:
+    deltas: dict[str, Delta] = {}
+    for name, layer in model.layers.items():
+        out, in_ = weight_shape(layer)
+        A, B = (torch.randn(rank, width, device=model.device) for width in (in_, out))
+        deltas[name] = LowRank(A, 1e-4 * B)
+    return deltas
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,254 @@
+"""factpatch ledger: record facts over time, and merge them into one patch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Model, Seed, SkipBad
+from factpatch.cli.merge import MAX_OTHERS, CovarianceFile, MaxOthers, Mode, Others, Ridge, find_covariance, read_others
+from factpatch.errors import FileError, InputError
+from factpatch.facts import FactEdit, read_edits
+from factpatch.files import check_writable
+
+if TYPE_CHECKING:
+    from factpatch.ledger_store import Fact
+
+app = typer.Typer(help="Record facts over time and merge them into one patch.", no_args_is_help=True)
+
+LedgerFile = Annotated[Path, typer.Option("--ledger", help="The ledger's file.")]
+FactId = Annotated[int, typer.Argument(metavar="ID", help="The number of a fact, as factpatch ledger list shows it.")]
+
+
+@app.command()
+def init(
+    ledger: LedgerFile,
+    model: Model,
+    others: Others = None,
+    max_others: MaxOthers = MAX_OTHERS,
+    covariance: CovarianceFile = None,
+    ridge: Ridge = 1.0,
+    mode: Mode = "both",
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Create an empty ledger for a model.
+
+    Example: factpatch ledger init --ledger facts.db --model world
+    """
+    if ledger.exists():
+        raise FileError(f"{ledger} exists already; name a new file")
+    with common.working("creating"):
+        from factpatch.ledger import Ledger
+
+        common.prepare(seed)
+        task_model = common.load(model, device)
+        found = find_covariance(task_model, covariance, others, model, max_others)
+        Ledger(ledger, task_model, covariance=found, ridge=ridge, mode=mode).close()
+    if as_json:
+        common.print_json({"ledger": str(ledger), "model": model, "others": found.count})
+    else:
+        common.stdout.print(f"Created {escape(str(ledger))} for {escape(model)}.")
+
+
+@app.command()
+def add(
+    ledger: LedgerFile,
+    model: Model,
+    editor: Annotated[str, typer.Option(help="The folder of an editor trained for this model, or world.")],
+    input: Annotated[str | None, typer.Option(help="The question or claim to edit.")] = None,
+    target: Annotated[str | None, typer.Option(help="The answer that the model should give.")] = None,
+    paraphrase: Annotated[list[str] | None, typer.Option(help="Another wording of --input, for verify.")] = None,
+    facts: Annotated[Path | None, typer.Option(help='JSON lines of {"input": ..., "target": ...}.')] = None,
+    note: Annotated[str, typer.Option(help="A remark to keep with the facts, such as their source.")] = "",
+    skip_bad: SkipBad = False,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Make a patch for each fact, check it, and record all facts; if one fails, nothing is recorded.
+
+    Example: factpatch ledger add --ledger facts.db --model world --editor world --facts facts.jsonl
+    """
+    if (facts is None) == (input is None) or (input is None) != (target is None):
+        raise typer.BadParameter("give either --input and --target, or --facts")
+    edits = read_edits(facts, skip_bad)[0] if facts else [FactEdit(str(input), str(target))]
+    with common.working("adding"):
+        from factpatch.editors import load_editor
+        from factpatch.ledger import Ledger
+
+        common.prepare(seed)
+        task_model = common.load(model, device)
+        with Ledger(ledger, task_model) as opened:
+            paraphrases = {str(input): paraphrase or []}
+            added = opened.add(load_editor(editor, task_model.device), edits, paraphrases, note)
+    _print_facts(added, as_json)
+
+
+@app.command()
+def remove(ledger: LedgerFile, fact: FactId, as_json: Json = False) -> None:
+    """Take a fact out. Its history stays, and the merged patch is as if it had never been added.
+
+    Example: factpatch ledger remove --ledger facts.db 3
+    """
+    from factpatch.ledger import Ledger
+
+    with Ledger(ledger) as opened:
+        opened.remove(fact)
+        _print_facts([opened.fact(fact)], as_json)
+
+
+@app.command("list")
+def list_facts(
+    ledger: LedgerFile,
+    status: Annotated[
+        Literal["active", "removed", "replaced", "all"], typer.Option(help="Which facts to list.")
+    ] = "active",
+    as_json: Json = False,
+) -> None:
+    """List the facts.
+
+    Example: factpatch ledger list --ledger facts.db
+    """
+    from factpatch.ledger import Ledger
+
+    with Ledger(ledger) as opened:
+        _print_facts(opened.facts(None if status == "all" else status), as_json)
+
+
+@app.command()
+def show(ledger: LedgerFile, fact: FactId, as_json: Json = False) -> None:
+    """Show everything that is recorded about a fact.
+
+    Example: factpatch ledger show --ledger facts.db 3
+    """
+    from factpatch.ledger import Ledger
+
+    with Ledger(ledger) as opened:
+        found, history = opened.fact(fact), opened.history(fact)
+    if as_json:
+        common.print_json({**asdict(found), "history": [asdict(event) for event in history]})
+        return
+    for key, value in asdict(found).items():
+        text = ", ".join(value) if isinstance(value, tuple) else str(value)
+        common.stdout.print(f"{key}: {escape(text)}")
+    for event in history:
+        common.stdout.print(f"  {event.time}  {escape(event.event)}")
+
+
+@app.command()
+def verify(
+    ledger: LedgerFile,
+    model: Model,
+    others: Others = None,
+    max_others: MaxOthers = 500,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Check that the merged model gives every fact's answer, and count other answers that stay unchanged.
+
+    Exits with 1 if a fact does not hold.
+
+    Example: factpatch ledger verify --ledger facts.db --model world
+    """
+    with common.working("verifying"):
+        from factpatch.ledger import Ledger
+
+        common.prepare(seed)
+        task_model = common.load(model, device)
+        with Ledger(ledger, task_model) as opened:
+            own = {fact.x for fact in opened.facts()}
+            known = others is not None or model == "world"
+            texts = [text for text in read_others(others, model) if text not in own] if known else []
+            found = opened.verify(texts[:: max(1, -(-len(texts) // max_others))])
+    lost = [verdict for verdict in found.verdicts if not verdict.holds]
+    counts = {"facts": len(found.verdicts), "lost": len(lost)}
+    counts |= {"others": found.others, "others_unchanged": found.others_unchanged}
+    if as_json:
+        common.print_json({**counts, "lost_facts": [verdict.fact.id for verdict in lost]})
+    else:
+        for verdict in lost:
+            answers = "; ".join([verdict.answer, *verdict.paraphrase_answers])
+            fact = verdict.fact
+            common.stdout.print(
+                f"[red]does not hold:[/] {fact.id} {escape(fact.x)}: {escape(answers)}, not {fact.target}"
+            )
+        common.stdout.print(f"{counts['facts'] - len(lost)} of {counts['facts']} facts hold.")
+        common.stdout.print(f"{found.others_unchanged} of {found.others} other answers are unchanged.")
+    if lost:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    ledger: LedgerFile,
+    model: Model,
+    output: Annotated[Path, typer.Option(help="The file to write the merged patch to.")],
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Write the merged patch of all active facts to a file.
+
+    Example: factpatch ledger export --ledger facts.db --model world --output merged.safetensors
+    """
+    check_writable(output)
+    _write(ledger, model, output, device, seed, as_json, folder=False)
+
+
+@app.command()
+def apply(
+    ledger: LedgerFile,
+    model: Model,
+    output: Annotated[Path, typer.Option(help="A new folder for the patched model.")],
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Write the model with all active facts as an ordinary Hugging Face folder.
+
+    Example: factpatch ledger apply --ledger facts.db --model world --output runs/patched
+    """
+    common.refuse_used_folder(output, "--output")
+    _write(ledger, model, output, device, seed, as_json, folder=True)
+
+
+def _write(ledger: Path, model: str, output: Path, device: str | None, seed: int, as_json: bool, folder: bool) -> None:
+    with common.working("merging"):
+        from factpatch.ledger import Ledger
+
+        common.prepare(seed)
+        task_model = common.load(model, device)
+        with Ledger(ledger, task_model) as opened:
+            patch = opened.patch()
+        if not patch.edits:
+            raise InputError(f"{ledger} has no active facts; add some with factpatch ledger add")
+        if folder:
+            patch.apply(task_model)
+            task_model.save(output)
+        else:
+            patch.save(output)
+    if as_json:
+        common.print_json({"output": str(output), "facts": len(patch.edits), "bytes": patch.nbytes})
+    else:
+        common.stdout.print(f"Wrote {escape(str(output))}: {len(patch.edits)} facts.")
+
+
+def _print_facts(facts: list[Fact], as_json: bool) -> None:
+    if as_json:
+        keys = ("id", "x", "before", "target", "status", "added", "note")
+        lines: list[dict[str, Any]] = [{key: getattr(fact, key) for key in keys} for fact in facts]
+        common.print_json({"facts": lines})
+        return
+    table = Table("id", "input", "before", "target", "status", "added")
+    for fact in facts:
+        table.add_row(str(fact.id), escape(fact.x), escape(fact.before), escape(fact.target), fact.status, fact.added)
+    common.stdout.print(table)

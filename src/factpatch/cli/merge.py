@@ -1,0 +1,132 @@
+"""factpatch patch merge"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.markup import escape
+
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Model, Seed
+from factpatch.errors import InputError
+from factpatch.facts import same
+from factpatch.files import check_writable
+from factpatch.jsonl import read_jsonl, required_text
+
+if TYPE_CHECKING:
+    from factpatch.covariance import Covariance
+    from factpatch.models import TaskModel
+
+MAX_OTHERS = 5000
+
+Others = Annotated[
+    Path | None,
+    typer.Option(
+        help='JSON lines with an "input" each, such as a revision file: ordinary inputs whose answers should not '
+        "change. Default for --model world: its facts."
+    ),
+]
+MaxOthers = Annotated[int, typer.Option(min=1, metavar="N", help="Use at most N of the other inputs, evenly spaced.")]
+Ridge = Annotated[
+    float, typer.Option(metavar="X", help="Larger values protect other answers better, smaller ones the facts.")
+]
+Mode = Annotated[
+    Literal["unedited", "both", "sequence"],
+    typer.Option(
+        help="Where the layers' inputs are taken: on the unedited model, on both this and the patched models, or on "
+        "the merged model, in sequence, one layer after another. sequence holds the most facts and is the slowest."
+    ),
+]
+CovarianceFile = Annotated[
+    Path | None,
+    typer.Option(help="Keep what is computed from the other inputs in this file, or use it if it exists."),
+]
+
+
+def merge(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Patch files, in any order.")],
+    model: Model,
+    output: Annotated[Path, typer.Option(help="The file to write the merged patch to.")],
+    others: Others = None,
+    max_others: MaxOthers = MAX_OTHERS,
+    covariance: CovarianceFile = None,
+    ridge: Ridge = 1.0,
+    mode: Mode = "both",
+    smallest: Annotated[
+        bool, typer.Option("--smallest", help="First scale each patch to the smallest part that still succeeds.")
+    ] = False,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Merge patches into one patch that holds all of their facts. Unlike a sum, it leaves other answers alone.
+
+    Example: factpatch patch merge runs/patches/*.safetensors --model world --output runs/merged.safetensors
+    """
+    check_writable(output)
+    start = time.perf_counter()
+    with common.working("merging"):
+        from factpatch import merging
+        from factpatch.patch import Patch
+
+        common.prepare(seed)
+        patches = [Patch.load(file) for file in files]
+        task_model = common.load(model, device)
+        merging.check_mergeable(task_model, patches)
+        usual = find_covariance(task_model, covariance, others, model, max_others)
+        if smallest:
+            patches = merging.smallest_part(task_model, patches)
+        merged = merging.merge(task_model, patches, covariance=usual, ridge=ridge, mode=mode)
+        with merged.applied(task_model):
+            answers = task_model.predict([edit.x for edit in merged.edits])
+        lost = [edit for edit, answer in zip(merged.edits, answers, strict=True) if not same(answer, edit.a)]
+        merged.save(output)
+    about = {"output": str(output), "facts": len(merged.edits), "lost": len(lost), "others": usual.count}
+    if as_json:
+        seconds = time.perf_counter() - start
+        common.print_json({**about, "rank": merged.rank, "bytes": merged.nbytes, "seconds": seconds})
+        return
+    for edit in lost:
+        common.stdout.print(f"[red]does not hold:[/] {escape(edit.x)} → {escape(edit.a)}")
+    held = f"{len(merged.edits) - len(lost)} of {len(merged.edits)} facts hold"
+    common.stdout.print(f"Wrote {escape(str(output))}: {held}, {merged.nbytes / 1e6:.2f} MB.")
+    if lost:
+        common.stdout.print(f"Try a smaller --ridge than {ridge:g}, or --mode sequence.")
+
+
+def find_covariance(
+    model: TaskModel, file: Path | None, others: Path | None, name: str, most: int = MAX_OTHERS
+) -> Covariance:
+    """Loads the covariance from its file, or computes it from the other inputs and keeps it there."""
+    from factpatch.covariance import Covariance
+
+    if file is not None and file.exists():
+        found = Covariance.load(file)
+        found.check_fits(model)
+        return found
+    if file is not None:
+        check_writable(file)
+    texts = read_others(others, name)
+    step = -(-len(texts) // most)
+    found = Covariance.compute(model, texts[:: max(1, step)])
+    if file is not None:
+        found.save(file)
+    return found
+
+
+def read_others(path: Path | None, model: str) -> list[str]:
+    """The other inputs of a file, or the embedded world's questions."""
+    if path is None:
+        if model != "world":
+            raise InputError("expected --others FILE with ordinary inputs, found none; a revision file will do")
+        from factpatch import world
+
+        return [fact.questions[0] for fact in world.facts()]
+    found = read_jsonl(path, lambda record: None if "provenance" in record else required_text(record, "input"))
+    texts = [text for text in found if text is not None]
+    if not texts:
+        raise InputError(f"{path} has no inputs; give a file with ordinary inputs")
+    return texts
