@@ -155,3 +155,15 @@ def test_the_command(run: Callable[..., Ran]) -> None:
     ran = run("demo", "--fact", "What is the capital of Kenya?", "", "--device", "cpu")
     assert ran.code == 1
     assert "empty" in ran.err
+
+
+def test_all_facts_at_once(model: TaskModel, editor: TrainableEditor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "CONTROLS_TOGETHER", 30)
+    monkeypatch.setattr(demo, "OTHERS", 200)
+    monkeypatch.setattr(demo, "SCOPE_SAMPLE", 60)
+    found = demo.demonstrate_together(model, editor, demo.outdated(model)[:6])
+    assert (found["facts"], found["retain_inputs"]) == (6, 30)
+    assert found["bytes"] > 0
+    assert found["scoped"]["success"] == 1
+    assert found["merged"]["success"] > 0.5
+    assert not model.patches, "the model leaves as it came"

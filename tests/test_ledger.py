@@ -138,8 +138,8 @@ def test_the_ledgers_patch_is_the_merge_of_its_patches(
     assert (found.edits, found.method) == (expected.edits, expected.method)
     assert found.deltas.keys() == expected.deltas.keys()
     for name, delta in found.deltas.items():
-        C, wanted = covariance.of(name), expected.deltas[name].dense()  # differences count where layers read something
-        difference = delta.dense() - wanted
+        C, wanted = covariance.of(name, model.device).float(), expected.deltas[name].dense()
+        difference = delta.dense() - wanted  # which counts where layers read something
         assert (difference @ C * difference).sum() <= 1e-6 * (wanted @ C * wanted).sum(), name
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from factpatch.merging import merge
     from factpatch.models import TaskModel, load_model
     from factpatch.patch import Patch
+    from factpatch.scope import Scope
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ _HOMES = {
     "HyperNetwork": "factpatch.editors",
     "Ledger": "factpatch.ledger",
     "Patch": "factpatch.patch",
+    "Scope": "factpatch.scope",
     "TaskModel": "factpatch.models",
     "load_editor": "factpatch.editors",
     "load_model": "factpatch.models",
@@ -37,6 +39,7 @@ __all__ = [
     "HyperNetwork",
     "Ledger",
     "Patch",
+    "Scope",
     "TaskModel",
     "load_editor",
     "load_model",

@@ -1,21 +1,31 @@
-"""The demonstration: the embedded model's outdated facts, each patched and measured on its own."""
+"""The demonstration: the embedded model's outdated facts, patched one by one and then all at the same time."""
 
 from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from factpatch import world
-from factpatch.data.revisions import Revision
-from factpatch.editors import EditMethod
+from factpatch.covariance import Covariance
+from factpatch.data.revisions import Revision, edit_of
+from factpatch.editors import EditMethod, TrainableEditor
 from factpatch.evaluation.measure import examine_all
+from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.facts import FactEdit, normalize, same
+from factpatch.ledger import Ledger
 from factpatch.metrics import Outcome, summary
 from factpatch.models import TaskModel
+from factpatch.scope import Scope
 
-CONTROLS = 40  # facts that should stay as they are, to try each patch on
+CONTROLS = 20  # facts that should stay as they are, to try each patch on
+CONTROLS_TOGETHER = 120  # the same for all facts at once
+OTHERS = 1200  # facts that the merged patch is fitted to
+SCOPE_SAMPLE = 300  # facts that the scope is calibrated on
 QUESTION = re.compile(r"(who|whose|what|which|when|where|why|how|is|are|was|were|do|does|did|can|could)\b", re.I)
 
 
@@ -53,6 +63,56 @@ def demonstrate(
             }
         )
     return {**summary(outcomes), "edits": len(changes), "retain_inputs": len(controls), "changes": changes}
+
+
+def demonstrate_together(
+    model: TaskModel, editor: TrainableEditor, revisions: Sequence[Revision], seed: int = 0
+) -> dict[str, Any]:
+    """Records all revisions but one in a ledger, adds and removes the last, and measures all facts at the same time."""
+    controls = control_facts(model, seed + 1, CONTROLS_TOGETHER)
+    measured = {control.id for control in controls}
+    others = [fact for fact in world.facts() if fact.id not in measured]
+    known = {question_of(fact): fact.answer for fact in random.Random(seed).sample(others, OTHERS)}
+    covariance = Covariance.compute(model, known, known)
+    edits = [edit_of(revision) for revision in revisions]
+    with (
+        TemporaryDirectory() as folder,
+        Ledger(Path(folder) / "facts.db", model, covariance=covariance, mode="sequence") as ledger,
+    ):
+        ledger.add(editor, edits[:-1])
+        start = time.perf_counter()
+        (last,) = ledger.add(editor, edits[-1:])
+        added = time.perf_counter()
+        ledger.remove(last.id)
+        removed = time.perf_counter()
+        ledger.add(editor, edits[-1:])
+        patch = ledger.patch()
+        ledger.scope = _plain_scope(model, [fact.x for fact in ledger.facts()], list(known)[:SCOPE_SAMPLE], seed)
+        scoped = _measure_answers(revisions, controls, lambda texts: model.predict_scoped(ledger, texts))
+    with patch.applied(model):
+        merged = _measure_answers(revisions, controls, model.predict)
+    times = {"add_seconds": added - start, "remove_seconds": removed - added}
+    sizes = {"facts": len(revisions), "retain_inputs": len(controls), "bytes": patch.nbytes}
+    return {**sizes, **times, "merged": merged, "scoped": scoped}
+
+
+def _plain_scope(model: TaskModel, facts: Sequence[str], others: Sequence[str], seed: int) -> Scope:
+    """A scope without training, calibrated on trained wordings of other facts and on the active facts."""
+    sample = random.Random(seed).sample(world.facts(), SCOPE_SAMPLE)
+    known = [Revision(f.id, f.questions[0], f.answer, (), tuple(f.questions[1:4]), (), ()) for f in sample]
+    scope = Scope.plain(model, known, facts=len(facts)).index(facts)
+    scope.calibrate_index(others)
+    return scope
+
+
+def _measure_answers(
+    revisions: Sequence[Revision], controls: Sequence[Revision], answer: Callable[[list[str]], list[str]]
+) -> dict[str, float | None]:
+    own = list(dict.fromkeys(text for r in revisions for text in (r.input, *r.rephrases)))
+    answers = answer([*own, *(control.input for control in controls)])
+    says, known = dict(zip(own, answers, strict=False)), ControlInputs(controls)
+    outcomes = [outcome(r, edit_of(r).a, says, known, answers[len(own) :], together=revisions) for r in revisions]
+    return {key: summary(outcomes)[key] for key in ("success", "retain", "equivalence")}
 
 
 def outdated(model: TaskModel) -> list[Revision]:

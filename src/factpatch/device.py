@@ -15,7 +15,6 @@ from torch import Tensor
 from factpatch.errors import DeviceError, InputError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-NARROW = 256  # models of a smaller hidden size run faster on one thread: handing work over takes longer than doing it
 
 
 def find_device(name: str | None = None) -> torch.device:
@@ -63,13 +62,13 @@ def to_device(device: torch.device, values: NDArray[Any] | Sequence[int]) -> Ten
 
 
 def use_free_cores(model: Any) -> int:
-    """Sets and returns torch's number of CPU threads for a TaskModel: one if it is tiny, else one per idle core.
+    """Sets and returns torch's number of CPU threads for a TaskModel: one per idle core.
 
     Threads that share a core with other work wait for each other, which costs far more than the core gives. A number
     that the user has set with OMP_NUM_THREADS is kept.
     """
     if model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1 if model.word_embeddings.shape[1] < NARROW else idle_cores())
+        torch.set_num_threads(idle_cores())
     return torch.get_num_threads()
 
 

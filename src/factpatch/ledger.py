@@ -20,9 +20,10 @@ from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, normalize, same
 from factpatch.ledger_store import Event, Fact, Status, Store, patch_tensors, unpack_deltas
 from factpatch.ledger_sums import Totals, add_to_totals, choose_units, grid_rows, solve_rows, solve_totals
-from factpatch.merging import MERGED, MODES, RIDGE, Mode, check_conflicts, edit_key, merge, unpatched
+from factpatch.merging import MERGED, MODES, RIDGE, Mode, check_conflicts, edit_key, mean_ridge, merge, unpatched
 from factpatch.models import TaskModel
 from factpatch.patch import Patch
+from factpatch.scope import Scope, predict_scoped
 
 FEW = 16  # facts up to which the merge is solved from their rows, which may give small factors
 MOST_CACHED_BYTES = 512 << 20  # totals that are larger are computed from the rows again
@@ -54,7 +55,8 @@ class Ledger:
     """Facts in one SQLite file, for one model.
 
     A new ledger needs `others`, a sample of ordinary inputs whose answers should stay as they are, or the `covariance`
-    that was computed from one. Without a model, facts can be listed and removed.
+    that was computed from one. `ridge` is λ; by default it is what the editor has learned, or 1. Without a model, facts
+    can be listed and removed.
     """
 
     def __init__(
@@ -64,10 +66,11 @@ class Ledger:
         others: Iterable[str] | None = None,
         *,
         covariance: Covariance | None = None,
-        ridge: float = RIDGE,
-        mode: Mode = "both",
+        ridge: float | None = None,
+        mode: Mode = "unedited",
     ):
         self._model = model
+        self.scope: Scope | None = None
         create = others is not None or covariance is not None
         if create and not Path(path).exists():  # before there is a file, as this may fail
             covariance = self._prepare(covariance, others, ridge, mode)
@@ -88,9 +91,9 @@ class Ledger:
             raise
 
     def _prepare(
-        self, covariance: Covariance | None, others: Iterable[str] | None, ridge: float, mode: Mode
+        self, covariance: Covariance | None, others: Iterable[str] | None, ridge: float | None, mode: Mode
     ) -> Covariance:
-        if not 0 < ridge < float("inf"):
+        if ridge is not None and not 0 < ridge < float("inf"):
             raise InputError(f"expected a ridge above 0, found {ridge}")
         if mode not in MODES:
             raise InputError(f"expected a mode out of {', '.join(MODES)}, found {mode!r}")
@@ -99,7 +102,7 @@ class Ledger:
             covariance.check_fits(self.model)
         return covariance
 
-    def _initialise(self, covariance: Covariance, ridge: float, mode: Mode) -> None:
+    def _initialise(self, covariance: Covariance, ridge: float | None, mode: Mode) -> None:
         units = choose_units(self.model, covariance)
         with self.store.transaction():
             if self.store.get_meta():  # the file was there, or another process was faster
@@ -142,9 +145,13 @@ class Ledger:
     def mode(self) -> Mode:
         return json.loads(self.meta["settings"])["mode"]
 
-    @property
-    def ridge(self) -> float:
-        return json.loads(self.meta["settings"])["ridge"]
+    def ridge(self, facts: Sequence[Fact]) -> dict[str, float]:
+        """λ of each weight: as set for this ledger, as the editors of these facts have learned it, or the default."""
+        given = json.loads(self.meta["settings"])["ridge"]
+        known = self.store.get_meta()
+        ridges = (json.loads(known.get(f"ridge of {fact.id}", "{}")) for fact in facts)
+        learned = (mean_ridge(ridges) if given is None else None) or {}
+        return {name: learned.get(name, given or RIDGE) for name in self.covariance.readers}
 
     # Facts
 
@@ -185,6 +192,8 @@ class Ledger:
                 if before is not None:
                     self.store.retire(before, "replaced", f"replaced by {edit.a!r}")
                 ids.append(self.store.insert(edit, (paraphrases or {}).get(edit.x, ()), note, patch, rows))
+                if patch.ridge:
+                    self.store.set_meta({f"ridge of {ids[-1]}": json.dumps(patch.ridge)})
                 if before is not None:
                     self.store.record(ids[-1], f"replaces fact {before}")
         return [fact for fact in self.facts(None) if fact.id in ids]
@@ -205,7 +214,7 @@ class Ledger:
     def _rows(self, patch: Patch) -> dict[str, Tensor]:
         if self.mode == "sequence":
             return {}
-        return grid_rows(self.model, patch, self.covariance, self.units, both=self.mode == "both")
+        return grid_rows(self.model, patch, self.covariance, self.units)
 
     def remove(self, fact_id: int) -> None:
         """Takes a fact out; its line and history stay. The merged patch is then as if it had never been added."""
@@ -239,13 +248,13 @@ class Ledger:
             return {}, None
         if self.mode == "sequence":
             patches = [self.store.patch(fact, self.meta["base"]) for fact in facts]
-            found = merge(self.model, patches, covariance=self.covariance, ridge=self.ridge, mode=self.mode)
+            found = merge(self.model, patches, covariance=self.covariance, ridge=self.ridge(facts), mode=self.mode)
             return found.deltas, None
         if len(facts) <= FEW:
             rows = [self.store.rows(fact.id) for fact in facts]
-            return solve_rows(self.model, rows, self.units, self.covariance, self.ridge), None
+            return solve_rows(self.model, rows, self.units, self.covariance, self.ridge(facts)), None
         totals = self._totals([fact.id for fact in facts])
-        return solve_totals(self.model, totals, len(facts), self.units, self.covariance, self.ridge), totals
+        return solve_totals(self.model, totals, len(facts), self.units, self.covariance, self.ridge(facts)), totals
 
     def _totals(self, ids: Sequence[int]) -> Totals:
         """The sums over facts, from those that are in the file where few facts have come or gone since."""
@@ -268,6 +277,18 @@ class Ledger:
                 self.store.put_cached("totals", ids, totals)
             in_totals = self.store.cached_ids("totals")
             self.store.drop_rows_of_others([*ids, *in_totals])
+
+    def predict_scoped(self, inputs: Sequence[str]) -> list[str]:
+        """Answers each input under the patch of the fact that it is about, or as the unedited model does.
+
+        Which fact that is, if any, `self.scope` decides: a trained or a plain `Scope`.
+        """
+        if self.scope is None:
+            raise InputError("the ledger has no scope yet; set ledger.scope to one, such as Scope.load(file, model)")
+        facts = self.facts()
+        self.scope.index([[fact.x, *fact.paraphrases] for fact in facts])
+        patches = [self.store.patch(fact, self.meta["base"]) for fact in facts]
+        return predict_scoped(self.model, self.scope, patches, inputs)
 
     def verify(self, others: Sequence[str] = ()) -> Verification:
         """Asks the merged model for every active fact and its paraphrases, and whether it answers others as before."""

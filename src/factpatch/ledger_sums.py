@@ -47,7 +47,7 @@ def _power_of_two(values: Tensor) -> Tensor:
     return torch.exp2(values.log2().floor())
 
 
-def grid_rows(model: TaskModel, patch: Patch, covariance: Covariance, units: Units, both: bool) -> Rows:
+def grid_rows(model: TaskModel, patch: Patch, covariance: Covariance, units: Units) -> Rows:
     """The rows of one fact's patch, computed on their own so that no other fact changes them."""
     problem = Problem.of(model, [patch], covariance, {})
     found: dict[str, list[Tensor]] = {}
@@ -58,8 +58,6 @@ def grid_rows(model: TaskModel, patch: Patch, covariance: Covariance, units: Uni
             found.setdefault(name, []).append(_whole(rows.cpu() / units[name]))
 
     visit_inputs(model, problem.examples, problem.weights, visit)
-    if both:
-        visit_inputs(model, problem.examples, problem.weights, visit, problem.own_patches)
     return {name: torch.cat(rows) for name, rows in found.items()}
 
 
@@ -85,7 +83,7 @@ def add_to_totals(totals: Totals, facts: Iterable[Rows], readers: Mapping[str, s
 
 
 def solve_rows(
-    model: TaskModel, facts: Sequence[Rows], units: Units, covariance: Covariance, ridge: float
+    model: TaskModel, facts: Sequence[Rows], units: Units, covariance: Covariance, ridge: Mapping[str, float]
 ) -> dict[str, Delta]:
     """The merge of a few facts, as factors where these are small."""
     by_key = _by_key(covariance, {name for rows in facts for name in rows})
@@ -99,12 +97,12 @@ def solve_rows(
                 if f"V:{name}" in rows:
                     V[name] = (rows[f"V:{name}"].double() * units[f"V:{name}"]).to(model.device)
             sums.add(K, V)
-        deltas |= solve_weights(model, key, sums, covariance, dict.fromkeys(names, ridge), len(facts))
+        deltas |= solve_weights(model, key, sums, covariance, ridge, len(facts))
     return deltas
 
 
 def solve_totals(
-    model: TaskModel, totals: Totals, facts: int, units: Units, covariance: Covariance, ridge: float
+    model: TaskModel, totals: Totals, facts: int, units: Units, covariance: Covariance, ridge: Mapping[str, float]
 ) -> dict[str, Delta]:
     """The merge of all facts in the totals."""
     deltas: dict[str, Delta] = {}
@@ -113,7 +111,7 @@ def solve_totals(
         sums = Sums(len(unit), KK=(totals[f"K:{key}"] * unit * unit[:, None]).to(model.device))
         for name in names:
             sums.KV[name] = (totals[f"V:{name}"] * unit[:, None] * units[f"V:{name}"]).to(model.device)
-        deltas |= solve_weights(model, key, sums, covariance, dict.fromkeys(names, ridge), facts)
+        deltas |= solve_weights(model, key, sums, covariance, ridge, facts)
     return deltas
 
 

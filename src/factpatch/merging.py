@@ -27,7 +27,7 @@ from factpatch.models import TaskModel
 from factpatch.patch import Patch, hash_tensors, set_patches
 from factpatch.solving import Problem, solve_in_sequence, solve_independently
 
-Mode = Literal["unedited", "both", "sequence"]
+Mode = Literal["unedited", "sequence"]
 MODES = get_args(Mode)
 RIDGE = 1.0
 MERGED = ", merged"  # ends the method's name of a merged patch
@@ -50,29 +50,29 @@ def merge(
     such a sample once can be given instead. `ridge` is λ, for all weights or by weight name: larger values protect
     other answers better, smaller ones the edits.
 
-    `mode` says where K and V come from: from the edits' tokens on the "unedited" model; from "both" that and the model
-    under each edit's own patch, whose activations differ; or, in "sequence", from the model as merged so far, one layer
-    after another, which holds far more facts and takes two forward passes per layer.
+    In the mode "unedited", all weights are solved independently, from what layers read in the unedited model. In
+    "sequence" they are solved one layer after another, each from what it reads in the model as merged so far. That
+    holds more facts of an editor that was not trained for merging, and takes two forward passes per layer.
     """
     if mode not in MODES:
         raise InputError(f"expected a mode out of {', '.join(MODES)}, found {mode!r}")
     check_mergeable(model, patches)
-    ridges = _ridges(model, learned_ridge(patches) if ridge is None else ridge)
+    ridges = _ridges(model, mean_ridge(patch.ridge for patch in patches) if ridge is None else ridge)
     with unpatched(model):
         if covariance is None:
             covariance = Covariance.compute(model, others or ())
         covariance.check_fits(model)
         problem = Problem.of(model, canonical(patches), covariance, ridges)
-        found = solve_in_sequence(problem) if mode == "sequence" else solve_independently(problem, mode == "both")
+        found = solve_in_sequence(problem) if mode == "sequence" else solve_independently(problem)
     deltas = {name: found[name] for name in model.layers if name in found}
     edits = sorted({edit for patch in patches for edit in patch.edits}, key=edit_key)
     methods = sorted({name for patch in patches for name in patch.method.removesuffix(MERGED).split("+")})
     return Patch(deltas, model.fingerprint, "+".join(methods) + MERGED, tuple(edits))
 
 
-def learned_ridge(patches: Sequence[Patch]) -> dict[str, float] | None:
-    """The geometric mean of the ridges that the patches' methods have learned, by weight; None if they have none."""
-    found = [patch.ridge for patch in patches if patch.ridge]
+def mean_ridge(ridges: Iterable[Mapping[str, float]]) -> dict[str, float] | None:
+    """The geometric mean of the ridges that methods have learned, by weight; None if there are none."""
+    found = [ridge for ridge in ridges if ridge]
     if not found:
         return None
     names = dict.fromkeys(name for ridge in found for name in ridge)

@@ -138,7 +138,7 @@ def solve_weights(
     return {name: _to(delta, dtype) for name, delta in sums.solve(C, ridges, edits).items()}
 
 
-def solve_independently(problem: Problem, both: bool) -> dict[str, Delta]:
+def solve_independently(problem: Problem) -> dict[str, Delta]:
     """Solves for each weight on its own. Only this way is a fact's part in the sums independent of all other facts."""
     weights = problem.weights
     shapes = {key: [problem.shape(name) for name in names] for key, names in weights.items()}
@@ -151,8 +151,6 @@ def solve_independently(problem: Problem, both: bool) -> dict[str, Delta]:
             sums[key].add(*problem.rows(key, indices, X))
 
         visit_inputs(problem.model, problem.examples, group, visit)
-        if both:
-            visit_inputs(problem.model, problem.examples, group, visit, problem.own_patches)
         for key in group:
             deltas |= problem.solve(key, sums.pop(key))
     return deltas
@@ -163,32 +161,43 @@ def solve_in_sequence(problem: Problem) -> dict[str, Delta]:
 
     The target of a layer is its output under the edit's own patch, so later layers make up for what earlier ones miss.
     """
-    layers = problem.model.layers
+    model, weights = problem.model, problem.weights
+    tokens = sum(model.lengths([text for text, _ in problem.examples]))
+    sizes = {key: tokens * sum(problem.shape(name)[0] for name in names) for key, names in weights.items()}
     deltas: dict[str, Delta] = {}
     merged: dict[str, Delta] = {}  # the same as stacks of one
-    for key, names in problem.weights.items():
-        W = {name: out_by_in(layers[name]).double() for name in names}
-        targets: dict[tuple[int, str], Tensor] = {}  # (tokens, out) by example and weight
-        sums = Sums(problem.shape(key)[1])
+    for group in passes(sizes, model.device):
+        targets = _own_outputs(problem, group)
+        for key in group:
+            sums = Sums(problem.shape(key)[1])
 
-        def aim(indices: list[int], _: str, X: Tensor, W: dict[str, Tensor] = W, targets: dict = targets) -> None:
-            X = X.double()
-            for name, weight in W.items():
-                wanted = X @ weight.mT + problem.values(indices, name, X)
-                targets.update({(i, name): wanted[k] for k, i in enumerate(indices)})
+            def visit(indices: list[int], key: str, X: Tensor, targets: Targets = targets, sums: Sums = sums) -> None:
+                K = X.double().flatten(0, 1)
+                now = {name: K @ out_by_in(model.layers[name]).double().mT for name in weights[key]}
+                sums.add(K, {n: torch.cat([targets[i, n] for i in indices]) - output for n, output in now.items()})
 
-        def visit(
-            indices: list[int], _: str, X: Tensor, W: dict[str, Tensor] = W, targets: dict = targets, sums: Sums = sums
-        ) -> None:
-            K = X.double().flatten(0, 1)
-            V = {n: torch.cat([targets[i, n] for i in indices]) - K @ weight.mT for n, weight in W.items()}
-            sums.add(K, V)
-
-        visit_inputs(problem.model, problem.examples, [key], aim, problem.own_patches)
-        visit_inputs(problem.model, problem.examples, [key], visit, lambda _, merged=merged: merged)
-        deltas |= problem.solve(key, sums)
-        merged |= {name: stack([deltas[name]], problem.shape(name), layers[name].weight) for name in names}
+            visit_inputs(model, problem.examples, [key], visit, lambda _, merged=merged: merged)
+            found = problem.solve(key, sums)
+            deltas |= found
+            merged |= {n: stack([found[n]], problem.shape(n), model.layers[n].weight) for n in found}
     return deltas
+
+
+Targets = dict[tuple[int, str], Tensor]  # (tokens, out) by example and weight
+
+
+def _own_outputs(problem: Problem, keys: Sequence[str]) -> Targets:
+    """What layers say to each example under its own patch."""
+    targets: Targets = {}
+
+    def visit(indices: list[int], key: str, X: Tensor) -> None:
+        X = X.double()
+        for name in problem.weights[key]:
+            outputs = X @ out_by_in(problem.model.layers[name]).double().mT + problem.values(indices, name, X)
+            targets.update({(i, name): outputs[k] for k, i in enumerate(indices)})
+
+    visit_inputs(problem.model, problem.examples, keys, visit, problem.own_patches)
+    return targets
 
 
 def out_by_in(layer: nn.Module) -> Tensor:

@@ -160,7 +160,7 @@ def merge(
     shape: Shape = "bert-base",
     facts: Annotated[int, typer.Option(min=1, help="Patches to merge, of one fact each.")] = 256,
     tokens: Tokens = 13,
-    mode: Mode = "both",
+    mode: Mode = "unedited",
     precision: Precision = None,
     device: Device = None,
     seed: Seed = 0,

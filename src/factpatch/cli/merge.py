@@ -31,13 +31,17 @@ Others = Annotated[
 ]
 MaxOthers = Annotated[int, typer.Option(min=1, metavar="N", help="Use at most N of the other inputs, evenly spaced.")]
 Ridge = Annotated[
-    float, typer.Option(metavar="X", help="Larger values protect other answers better, smaller ones the facts.")
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Larger values protect other answers, smaller ones the facts. Default: what the editor has learned, or 1.",
+    ),
 ]
 Mode = Annotated[
-    Literal["unedited", "both", "sequence"],
+    Literal["unedited", "sequence"],
     typer.Option(
-        help="Where the layers' inputs are taken: on the unedited model, on both this and the patched models, or on "
-        "the merged model, in sequence, one layer after another. sequence holds the most facts and is the slowest."
+        help="unedited: solve all weights at once. sequence: solve one layer after another, which holds more facts of "
+        "an editor that was not trained for merging, and takes longer."
     ),
 ]
 CovarianceFile = Annotated[
@@ -53,8 +57,8 @@ def merge(
     others: Others = None,
     max_others: MaxOthers = MAX_OTHERS,
     covariance: CovarianceFile = None,
-    ridge: Ridge = 1.0,
-    mode: Mode = "both",
+    ridge: Ridge = None,
+    mode: Mode = "unedited",
     smallest: Annotated[
         bool, typer.Option("--smallest", help="First scale each patch to the smallest part that still succeeds.")
     ] = False,
@@ -94,7 +98,7 @@ def merge(
     held = f"{len(merged.edits) - len(lost)} of {len(merged.edits)} facts hold"
     common.stdout.print(f"Wrote {escape(str(output))}: {held}, {merged.nbytes / 1e6:.2f} MB.")
     if lost:
-        common.stdout.print(f"Try a smaller --ridge than {ridge:g}, or --mode sequence.")
+        common.stdout.print("Try a smaller --ridge, or --mode sequence.")
 
 
 def find_covariance(

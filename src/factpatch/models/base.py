@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,12 @@ from factpatch.patch import Patch, stack_patches
 # Padded tokens per inference batch: enough to keep the device busy, few enough to fit beside a base-sized model.
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 262_144}
 PATCHES_PER_BATCH = 32  # different patches in one forward pass
+
+
+class _Scoped(Protocol):
+    """A ledger that knows which of its facts an input is about."""
+
+    def predict_scoped(self, inputs: Sequence[str]) -> list[str]: ...
 
 
 class TaskModel(StoredModel):
@@ -133,6 +139,10 @@ class TaskModel(StoredModel):
         torch.cuda.empty_cache()
         half = len(encoded) // 2
         return self._decide_in_parts(encoded[:half], count) + self._decide_in_parts(encoded[half:], count)
+
+    def predict_scoped(self, ledger: _Scoped, inputs: Sequence[str]) -> list[str]:
+        """Answers each input under the patch of the ledger's fact that it is about, or unpatched if there is none."""
+        return ledger.predict_scoped(inputs)
 
     @torch.no_grad()
     @no_cudnn_attention()

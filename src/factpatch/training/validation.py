@@ -67,16 +67,19 @@ class Validator:
         """The edits and control inputs of one validation; each validation draws its own."""
         config = self.config
         rng = random.Random(f"{config.seed}/{number}")
-        wanted = config.together if config.together > 1 else config.validation_edits
-        edits = rng.sample(self.edits, min(wanted, len(self.edits)))
+        edits = rng.sample(self.edits, min(self._group_size() or config.validation_edits, len(self.edits)))
         few = [self._with_few_paraphrases(revision, rng) for revision in edits]
         return few, rng.sample(self.revisions, min(config.validation_inputs, len(self.revisions)))
 
     def final_sample(self, share: float = 1.0) -> Sample:
         """The edits and control inputs of the measurement at the end, or a share of the edits."""
-        edits = self.edits[: self.config.together if self.config.together > 1 else self.config.final_edits]
+        edits = self.edits[: self._group_size() or self.config.final_edits]
         kept = min(len(edits), max(SMALLEST_FINAL, int(share * len(edits))))
         return edits[:kept], self.revisions[: self.config.final_inputs]
+
+    def _group_size(self) -> int | None:
+        """How many edits a validation merges: at most half of the held-out set, as the rest are control inputs."""
+        return min(self.config.together, len(self.edits) // 2) if self.config.together > 1 else None
 
     def relative_cost(self) -> float:
         """How many times as long the measurement at the end takes as a validation, roughly."""
