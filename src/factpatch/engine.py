@@ -84,8 +84,7 @@ def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iter
         plain, is_plain = layer.forward, "forward" not in vars(layer)
         wide = layer.weight.dtype in (torch.float32, torch.float64)  # half precision would round small changes away
         if isinstance(delta, Dense) and edits == 1 and is_plain and wide and type(layer) is nn.Linear:
-            weight = layer.weight + delta.delta[0].to(layer.weight)  # one product instead of two
-            return lambda x: F.linear(x, weight, layer.bias)
+            return _run_folded(layer, delta)
 
         def forward(x: Tensor) -> Tensor:
             _check_rows_first(name, x, x.shape[0] % edits == 0)
@@ -108,6 +107,24 @@ def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iter
             layer.forward = run_under(name, delta, layer)
             stack.callback(_restore, layer, before)
         yield
+
+
+def _run_folded(layer: nn.Linear, delta: Dense) -> Callable[[Tensor], Tensor]:
+    """One product with the changed weight, instead of one with the weight and one with its change."""
+
+    def changed() -> Tensor:
+        return layer.weight + delta.delta[0].to(layer.weight)
+
+    kept: list[Tensor] = []  # what one pass has computed serves the next, as long as no gradients are wanted
+
+    def forward(x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return F.linear(x, changed(), layer.bias)
+        if not kept:
+            kept.append(changed())
+        return F.linear(x, kept[0], layer.bias)
+
+    return forward
 
 
 def _restore(layer: nn.Module, forward: Callable[..., Tensor] | None) -> None:
