@@ -38,7 +38,7 @@ SELECTABLE = ("finetune", "zhu")  # methods with settings that --select can choo
 
 def evaluate(
     model: Model,
-    data: Annotated[str, typer.Option(help="Revision file, made by factpatch revise for this model.")],
+    data: Annotated[str, typer.Option(help='Revision file, made by factpatch revise for this model, or "world".')],
     output: Annotated[Path, typer.Option(help="Folder for summary.json, edits.jsonl and the data for figures.")],
     method: Annotated[
         str | None,
@@ -171,7 +171,7 @@ def _check_options(
     if select and method == "finetune" and layers != "block":
         raise typer.BadParameter("for finetune, --select chooses a block: add --layers block")
     if valid and not select:
-        raise typer.BadParameter("--valid is only used by --select; give both or neither")
+        raise typer.BadParameter("--valid is only used by --select; add --select, or leave --valid out")
 
 
 def _check_method(method: str | None, editor: str | None) -> None:

@@ -155,7 +155,7 @@ def verify(
 ) -> None:
     """Check that every fact holds in the merged model, and count the other answers that are unchanged.
 
-    A fact holds if the model gives its target. Exits with 1 if a fact does not hold.
+    A fact holds if its input and paraphrases get its target. Exits with 1 if a fact does not hold.
 
     Example: factpatch ledger verify --ledger facts.db --model world
     """
