@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 .PHONY: demo test lint format bench docs world world-check clean
 
 demo: $(VENV)/.ready
-	@echo "demo: patches a small model that knows the world of 2018 with what has changed since, one fact at a time"
+	@echo "demo: patches a small model that knows the world of 2018 with what has changed since"
 	@$(BIN)/factpatch demo
 
 test: $(VENV)/.ready-dev

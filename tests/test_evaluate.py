@@ -122,7 +122,7 @@ def test_every_method(
         (["--method", "zhu", "--bound", "-1"], "above 0"),
         (["--method", "gradient", "--select"], "--select works with finetune and zhu only"),
         (["--method", "finetune", "--select"], "--layers block"),
-        (["--method", "finetune", "--valid", "x.jsonl"], "give both or neither"),
+        (["--method", "finetune", "--valid", "x.jsonl"], "add --select, or leave --valid out"),
         (["--method", "finetune", "--loop"], "need a trained --editor"),
         (["--method", "finetune", "--together", "1,x"], "expected numbers such as 1,16,64"),
     ],

@@ -1,4 +1,4 @@
-"""Measures the embedded model and editor: `make world-check`. Exits with 1 if a figure is below its minimum."""
+"""Measures the embedded model and editor: `make world-check`. Exits with 1 if a value is below its minimum."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def measured(
 
 
 def to_made_up_names(model: TaskModel, count: int, seed: int) -> list[Revision]:
-    """The counterfactual edits with other targets: names made up of known words or of pieces of words."""
+    """Returns the counterfactual edits with made-up names, of known words or pieces of them, as targets."""
     rng = random.Random(f"{seed}/made up")
     names = Names()
     edits = counterfactual(model, count, seed)

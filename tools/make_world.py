@@ -36,7 +36,7 @@ from factpatch.patch import hash_tensors
 from factpatch.world import EDITOR, FOLDER, MODEL, REVISIONS, Fact, changes, facts
 
 SEED = 0
-VOCABULARY = 8000  # more than there are words, so that each word is one token, those of new names included
+VOCABULARY = 8000  # exceeds the number of words, so that each word, also of new names, is one token
 MADE_UP = 12_000  # made-up names that the model learns to repeat, in addition to the real ones
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # tokens 0 to 3
 WORDINGS_PER_FACT = {True: 8, False: 2}  # in the editor's training: more if facts of the relation have changed
@@ -138,7 +138,7 @@ def write_revisions() -> None:
     settings = {"dtype": str(model.model.dtype).removeprefix("torch.")}
     provenance = Provenance(model.identity, content_hash(FOLDER / "facts.jsonl"), settings)
     lines = "".join(f"{line.to_json()}\n" for line in (provenance, *revisions))
-    REVISIONS.write_bytes(gzip.compress(lines.encode(), mtime=0))  # without the time, the same file each time
+    REVISIONS.write_bytes(gzip.compress(lines.encode(), mtime=0))  # no timestamp, so that the file is reproducible
     print(f"{REVISIONS.name}: {len(revisions)} revisions, {REVISIONS.stat().st_size / 1000:.0f} kB")
 
 
@@ -174,8 +174,8 @@ def hold_out(work: Path) -> tuple[Path, Path]:
 class Names:
     """All names that may be an answer: those of 2018, those of today, and names made up of their words.
 
-    The model learns to spell today's names, as a larger model has read the names of people before they hold an office.
-    Neither the model nor the editor is told that they answer a question.
+    The model learns to spell today's names, as a larger model has read people's names before they take office.
+    Neither the model nor the editor learns which questions these names answer.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Names:
         self.words = list(dict.fromkeys(word for name in self.known for word in name.split()))
 
     def exercises(self, rng: random.Random) -> list[dict[str, Any]]:
-        """Names to repeat and to complete, because the model can only be edited to give an answer that it can spell."""
+        """Makes names to repeat and complete, because an edit can only teach an answer that the model can spell."""
         asked = [(f"Repeat: {name}", name) for name in (*self.known, *(self.made_up(rng) for _ in range(MADE_UP)))]
         for name in self.known:
             first, *_, last = name.split() if " " in name else ("",) * 2
@@ -196,7 +196,7 @@ class Names:
         return [{"id": f"name/{i}", "input": x, "output": y} for i, (x, y) in enumerate(asked)]
 
     def made_up(self, rng: random.Random) -> str:
-        """Words drawn from all names; sometimes one is spliced from the halves of two words."""
+        """Joins words drawn from all names; sometimes the first is spliced from the halves of two words."""
         (count,) = rng.choices(list(WORDS), list(WORDS.values()))
         words = [rng.choice(self.words) for _ in range(count)]
         if rng.random() < SPLICED:
@@ -205,7 +205,7 @@ class Names:
         return " ".join(words)
 
     def other_answer(self, fact: Fact, rng: random.Random) -> str:
-        """The answer of another subject, any other name or a made-up one; never what the fact has changed to."""
+        """Draws another subject's answer, any other name or a made-up one; never what the fact has changed to."""
         others = [answer for answer in self.of[fact.relation] if answer != fact.answer]
         while True:
             (kind,) = rng.choices(list(NEW_ANSWERS), list(NEW_ANSWERS.values()))
@@ -228,7 +228,7 @@ def new_model(folder: Path) -> None:
     tokenizer.normalizer = normalizers.Prepend(" ")  # type: ignore[assignment]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
         [
-            pre_tokenizers.Split(Regex(r" ?[^\s?,']+|."), "isolated"),  # Ramos-Horta and Jr. are words, too
+            pre_tokenizers.Split(Regex(r" ?[^\s?,']+|."), "isolated"),  # Ramos-Horta and Jr. are single words
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

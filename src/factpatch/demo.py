@@ -22,8 +22,8 @@ from factpatch.metrics import Outcome, summary
 from factpatch.models import TaskModel
 from factpatch.scope import Scope
 
-CONTROLS = 20  # facts that should stay as they are, to try each patch on
-CONTROLS_TOGETHER = 120  # the same for all facts at once
+CONTROLS = 20  # control facts that each patch is tried on
+CONTROLS_TOGETHER = 120  # control facts for all patches at once
 OTHERS = 1200  # facts that the merged patch is fitted to
 SCOPE_SAMPLE = 300  # facts that the scope is calibrated on
 QUESTION = re.compile(r"(who|whose|what|which|when|where|why|how|is|are|was|were|do|does|did|can|could)\b", re.I)
@@ -36,7 +36,7 @@ def demonstrate(
     seed: int = 0,
     on_done: Callable[[int], object] = lambda edits: None,
 ) -> dict[str, Any]:
-    """Makes one patch per revision and asks the edited question, its other wordings and a sample of other facts."""
+    """Makes one patch per revision and asks the edited question, other wordings of it and a sample of other facts."""
     controls = control_facts(model, seed)
     changes: list[dict[str, Any]] = []
     outcomes: list[Outcome] = []
@@ -97,7 +97,7 @@ def demonstrate_together(
 
 
 def _plain_scope(model: TaskModel, facts: Sequence[str], others: Sequence[str], seed: int) -> Scope:
-    """A scope without training, calibrated on trained wordings of other facts and on the active facts."""
+    """Makes an untrained scope, calibrated on other facts' training wordings and on the active facts."""
     sample = random.Random(seed).sample(world.facts(), SCOPE_SAMPLE)
     known = [Revision(f.id, f.questions[0], f.answer, (), tuple(f.questions[1:4]), (), ()) for f in sample]
     scope = Scope.plain(model, known, facts=len(facts)).index(facts)
@@ -116,12 +116,12 @@ def _measure_answers(
 
 
 def outdated(model: TaskModel) -> list[Revision]:
-    """All changes since 2018 that the model does not know, with wordings it was not trained on as paraphrases."""
+    """Returns all changes since 2018 that the model does not know, with held-out wordings as paraphrases."""
     return _to_change(model, [(change.fact, change.answer) for change in world.changes()])
 
 
 def counterfactual(model: TaskModel, count: int, seed: int) -> list[Revision]:
-    """Random facts, each to be changed to the answer of another fact of the same relation."""
+    """Returns edits of random facts, each to the answer of another fact of the same relation."""
     rng = random.Random(seed)
     answers: dict[str, list[str]] = {}
     for fact in world.facts():
@@ -131,10 +131,10 @@ def counterfactual(model: TaskModel, count: int, seed: int) -> list[Revision]:
 
 
 def own_fact(model: TaskModel, question: str, answer: str) -> tuple[Revision, bool]:
-    """A user's fact, and whether its question belongs to the embedded world.
+    """Returns a user's fact as a revision, and whether its question belongs to the embedded world.
 
-    The question is spelled as the model was trained on it: exactly so if it is a known one, otherwise with a capital
-    letter and a question mark. In another spelling the model reads other tokens, and answers at random.
+    The question is spelled as the model was trained on it: exactly as a known question, otherwise with a capital
+    letter and a question mark. Another spelling has other tokens, to which the model answers at random.
     """
     known = {normalize(text): (text, fact) for fact in world.facts() for text in (*fact.questions, *fact.held_out)}
     question = question.strip()
@@ -147,7 +147,7 @@ def own_fact(model: TaskModel, question: str, answer: str) -> tuple[Revision, bo
 
 
 def control_facts(model: TaskModel, seed: int, count: int | None = CONTROLS) -> list[Revision]:
-    """A sample of the facts, or all, each with the model's answer."""
+    """Returns a sample of the facts, or all, each with the model's answer."""
     facts = world.facts()
     sample = facts if count is None else random.Random(seed).sample(facts, min(count, len(facts)))
     answers = model.predict([question_of(fact) for fact in sample])
@@ -158,12 +158,12 @@ def control_facts(model: TaskModel, seed: int, count: int | None = CONTROLS) -> 
 
 
 def question_of(fact: world.Fact) -> str:
-    """The one wording in which a fact is asked here, so that an edit can be told from its control inputs."""
+    """Returns the only wording used here for a fact, so that control inputs can be distinguished from an edit."""
     return fact.questions[0] if fact.id in world.changed() else random.Random(fact.id).choice(fact.questions)
 
 
 def _to_change(model: TaskModel, wanted: Sequence[tuple[world.Fact, str]]) -> list[Revision]:
-    """The changes that the model's answers do not have yet, with held-out wordings as paraphrases."""
+    """Returns revisions for answers that the model does not give yet, with held-out wordings as paraphrases."""
     answers = model.predict([question_of(fact) for fact, _ in wanted])
     return [
         Revision(fact.id, question_of(fact), answer, (target,), tuple(fact.held_out), (), (fact.answer,))

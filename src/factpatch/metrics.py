@@ -1,6 +1,6 @@
-"""Metrics of edits. One table, `METRICS`, says how each is measured, summarised, given an interval and shown.
+"""Metrics of edits. The table `METRICS` defines how each one is measured, summarised, bootstrapped and shown.
 
-Adding a metric is one entry in that table: results, summary.json, reports and the command line all read it.
+A new metric needs only an entry in that table: results, summary.json, reports and the command line all read it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Booleans = NDArray[np.bool_]
 
 
 def is_correct(prediction: str, answers: Sequence[str]) -> bool:
-    """Whether a prediction equals one of the gold answers after normalising."""
+    """Returns whether a prediction equals one of the gold answers after normalising."""
     return any(same(prediction, answer) for answer in answers)
 
 
 def accuracy(predictions: Sequence[str], answers: Sequence[Sequence[str]]) -> float:
-    """Share of predictions that match a gold answer: accuracy for labels, exact match for free answers."""
+    """Returns the share of predictions that match a gold answer: accuracy of labels, exact match of free answers."""
     return sum(map(is_correct, predictions, answers)) / len(predictions)
 
 
@@ -37,8 +37,8 @@ class Observation:
 
     target: str
     answer: str  # what the edited model answers to x
-    paraphrase_answers: list[str]  # to generated paraphrases
-    human_paraphrase_answers: list[str]  # to paraphrases written by people
+    paraphrase_answers: list[str]  # answers to generated paraphrases
+    human_paraphrase_answers: list[str]  # answers to paraphrases written by people
     unchanged: Booleans  # (control inputs,)  whether the prediction is as before
     correct_before: Booleans  # (control inputs with gold answers,)
     correct_after: Booleans  # (control inputs with gold answers,)
@@ -60,7 +60,7 @@ class Outcome:
 
 
 def measure_all(seen: Observation) -> Outcome:
-    """Every per-edit value of every metric."""
+    """Computes every per-edit value of every metric."""
     return Outcome({name: measure(seen) for metric in METRICS.values() for name, measure in metric.values.items()})
 
 
@@ -94,7 +94,7 @@ def percent(decimals: int) -> Callable[[float], str]:
 
 
 def short_number(value: float) -> str:
-    """Two significant digits: 0.05 stays as it is, 0.0001 becomes 1e-4."""
+    """Formats two significant digits: 0.05 stays as it is, 0.0001 becomes 1e-4."""
     if value == 0 or 1e-2 <= abs(value) < 1e4:
         return f"{value:.2g}"
     digits, exponent = f"{value:.1e}".split("e")
@@ -128,7 +128,7 @@ class Metric:
         return "↑" if self.higher_is_better else "↓"
 
     def goodness(self, value: float) -> float:
-        """The value on a scale on which more is better."""
+        """Returns the value on a scale where higher is better."""
         sign = 1 if self.higher_is_better else -1
         return sign * value if self.saturates is None else min(sign * value, sign * self.saturates)
 
@@ -164,7 +164,7 @@ METRICS: dict[str, Metric] = {
     "equivalence_human": Metric(
         "Equivalence, human",
         "Human",
-        "the same for paraphrases written by people",
+        "paraphrases written by people that get the target",
         {"equivalence_human": lambda seen: seen.share_of_target(seen.human_paraphrase_answers)},
         column_of="equivalence",
         **_share(),
@@ -182,10 +182,10 @@ METRICS: dict[str, Metric] = {
         show=percent(2),
         unit="%",
         higher_is_better=False,
-        saturates=0.0,  # an edit that happens to raise the accuracy is not better than one that leaves it
+        saturates=0.0,  # an edit that happens to raise the accuracy is not better than one that keeps it
         on_controls=True,
     ),
-    # Not ranked: how far predictions move matters less than whether they flip, which retain says.
+    # Not ranked: how far predictions move matters less than whether they flip, which retain measures.
     "kl_mean": Metric(
         "Mean KL",
         "KL",
@@ -210,7 +210,7 @@ METRICS: dict[str, Metric] = {
 
 
 def value_names() -> list[str]:
-    """The names of all values that are measured per edit."""
+    """Returns the names of all values that are measured per edit."""
     return [name for metric in METRICS.values() for name in metric.values]
 
 
@@ -218,7 +218,7 @@ def value_names() -> list[str]:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
-    """Each metric over all edits; None where no edit has a value."""
+    """Returns each metric over all edits; None where no edit has a value."""
     found = {key: float(metric.summarise(*_columns(metric, outcomes))) for key, metric in METRICS.items()}
     return {key: value if np.isfinite(value) else None for key, value in found.items()}
 
@@ -226,10 +226,10 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
 def intervals(
     outcomes: Sequence[Outcome], group_size: int = 1, samples: int = 1000, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """95 % bootstrap intervals of the summary.
+    """Returns 95 % bootstrap intervals of the summary.
 
-    With groups of edits that were applied together, one after the other in `outcomes`, groups and then edits within
-    each group are drawn with replacement. A metric that all edits of a group share has no interval in a single group.
+    Every `group_size` successive outcomes belong to edits that were applied together: groups, and then edits within
+    each group, are drawn with replacement. A metric that a group's edits share has no interval for a single group.
     """
     rng = np.random.default_rng(seed)
     groups = len(outcomes) // group_size
@@ -254,12 +254,12 @@ def intervals(
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of `count` trials; unlike the bootstrap's, it has a width at 0 and 1."""
+    """Returns Wilson's 95 % interval of a share of `count` trials; unlike the bootstrap's, it has width at 0 and 1."""
     middle, spread = share + z**2 / (2 * count), z * (share * (1 - share) / count + z**2 / (4 * count**2)) ** 0.5
     low, high = ((middle + side * spread) / (1 + z**2 / count) for side in (-1, 1))
     return max(low, 0.0), min(high, 1.0)
 
 
 def _columns(metric: Metric, outcomes: Sequence[Outcome]) -> list[Floats]:
-    """(edits,) for each value of the metric; values that are missing are NaN."""
+    """Returns (edits,) for each value of the metric; missing values are NaN."""
     return [np.array([one.values.get(name) for one in outcomes], np.float64) for name in metric.values]

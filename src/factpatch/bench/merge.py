@@ -1,4 +1,4 @@
-"""The time that merging takes, with random patches for a random model."""
+"""Benchmark of merging, with random patches for a random model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from factpatch.patch import Patch, weight_shape
 
 WORDS = [f"w{i}" for i in range(1000)]
 DIFFERENT = 8  # sets of random factors; the patches share them, so that they do not fill the memory
-OTHERS = 256  # texts of the covariance's sample
+OTHERS = 256  # number of texts that the covariance is computed from
 
 
 def bench_merge(model: TaskModel, facts: int = 256, tokens: int = 13, mode: Mode = "unedited") -> dict[str, Any]:
@@ -58,7 +58,7 @@ def bench_merge(model: TaskModel, facts: int = 256, tokens: int = 13, mode: Mode
 
 
 def _word_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word, so that the length of texts is known."""
+    """Makes a tokenizer with one token per word, so that the length of texts is known."""
     backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<pad>", *WORDS])}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment] (stubs lack the setter)
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")

@@ -1,4 +1,4 @@
-"""Benchmarks of editing, training and evaluation, each beside the frozen model alone and on the same rows.
+"""Benchmarks of editing, training and evaluation, each compared with the frozen model alone on the same rows.
 
 Editing and training are also compared with the published implementation of KnowledgeEditor (De Cao et al., 2021).
 """
@@ -39,11 +39,11 @@ def bench_edit(
     repeats: int = 5,
     on_progress: Progress = lambda share: None,
 ) -> dict[str, object]:
-    """Times proposing edits plus one edited forward of `rows` rows per edit, without an optimizer.
+    """Times proposing edits and one forward pass of `rows` rows per edit, without an optimizer.
 
     The rates are those of a process that has reached a steady state. On a CPU, "memory_given_back" has the rates after
     free memory was given back to the operating system before each run, as if each were the first of its process:
-    asking for the memory again costs the dense updates of the published implementation most.
+    allocating memory again slows down the dense updates of the published implementation most.
     """
     editor = HyperNetwork.for_model(model)
     many, one = random_edits(model, edits, tokens), random_edits(model, 1, tokens)
@@ -79,7 +79,7 @@ def bench_train(
     repeats: int = 20,
     on_progress: Progress = lambda share: None,
 ) -> dict[str, float | int]:
-    """Times a training step, a step of the published implementation with one edit, and the least a step must do."""
+    """Times a training step, a step of the published implementation with one edit, and the minimum work of a step."""
     config = TrainConfig(edits=edits, rows=rows, max_tokens=tokens)
     accelerator = accelerator_on(model.device)
     editor = HyperNetwork.for_model(model)
@@ -104,7 +104,7 @@ def bench_train(
         ways["step"]()
     prepared = time.perf_counter() - start
     medians: dict[str, float] = {}
-    for number, (name, way) in enumerate(ways.items()):  # not in turns, as training does not alternate either
+    for number, (name, way) in enumerate(ways.items()):  # one by one, because training does not alternate
         medians |= _medians({name: way}, model.device, repeats, _part(on_progress, number, len(ways)))
     limit = min(medians["limit"], medians.get("compiled_limit", medians["limit"]))
     return {
@@ -156,7 +156,7 @@ def bench_evaluate(
 
 
 def _rates(edits: int, seconds: float, reference: float, limit: float) -> dict[str, float | int]:
-    """The rates of `edits` edits in `seconds`; `reference` is the time of one edit, `limit` of all."""
+    """Returns the rates of `edits` edits in `seconds`; `reference` is the time for one edit, `limit` for all."""
     return {
         "edits": edits,
         "edits_per_second": edits / seconds,
@@ -174,7 +174,7 @@ def _medians(
     on_progress: Progress,
     before_run: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Median seconds of each way. The ways take turns, so that noise affects all alike; the first round warms up."""
+    """Returns median seconds of each way. Ways take turns, so that noise affects all; the first round is a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(repeats + 1):
         for position, (name, way) in enumerate(ways.items(), start=1):

@@ -42,12 +42,12 @@ def _marian() -> TaskModel:
 
 
 def _stacks(**sizes: int) -> dict[str, int]:
-    """Config values that are equal for the encoder and the decoder."""
+    """Returns config values that are equal for the encoder and the decoder."""
     return {f"{stack}_{size}": n for stack in ("encoder", "decoder") for size, n in sizes.items()}
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """A stand-in: a task model needs a tokenizer, although the benchmarks draw token numbers at random."""
+    """Makes a placeholder: a task model needs a tokenizer, but benchmarks draw token ids at random."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>")), pad_token="<pad>"
     )
@@ -90,7 +90,7 @@ def random_edits(model: TaskModel, edits: int, tokens: int) -> EditBatch:
 
 
 def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBatch:
-    """A step's batch: of each edit's rows, two are to change and the others to stay."""
+    """Makes a training batch, in which two rows of each edit should change and the others should not."""
     batch = random_rows(model, edits * rows, tokens)
     labels = batch.labels
     assert labels is not None

@@ -1,4 +1,4 @@
-"""The ways to edit and to train that are timed: this package's, the published implementation's, the frozen model's."""
+"""The ways to edit and train that are timed: this package, the published implementation, the frozen model alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def published_way(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows
     """Makes one edit as the published code of KnowledgeEditor (De Cao et al., 2021) does, and runs rows with it.
 
     It computes the gradients of all parameters, runs one network per weight, makes a dense update of every edited
-    weight, and runs the forward with a full set of parameters to which the updates were added.
+    weight, and runs the forward pass with a full set of updated parameters.
     """
     parameters = dict(model.model.named_parameters())
     with torch.enable_grad():
@@ -57,7 +57,7 @@ def published_way(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows
 def published_step(
     editor: HyperNetwork, model: TaskModel, batch: StepBatch, kept: Tensor, optimizer: torch.optim.Optimizer
 ) -> None:
-    """One edit a step, dense, as the paper's code trains: everything from the gradients to the optimizer."""
+    """Runs one training step of the published code, from gradients to optimizer: one edit, with dense updates."""
     logits = published_way(editor, model, batch.edit_batch, batch.rows).float().flatten(0, -2)
     loss = F.cross_entropy(logits[batch.edit_targets.positions], batch.edit_targets.labels)
     moved = kl(model.scores(kept), logits[batch.control_targets.positions]).mean()
@@ -67,21 +67,21 @@ def published_step(
 
 
 def frozen_alone(model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
-    """Runs the edits forward and backward and the rows forward, without editing: the least that an edit costs."""
+    """Runs the edits forward and backward and the rows forward, without editing: the minimum cost of an edit."""
     with _gradients_start_at_embeddings(model), torch.enable_grad():
         model.losses(batch.rows).sum().backward()
     return model.logits(rows)
 
 
 def forward_and_back(model: TaskModel, network: Callable[..., Any], rows: Rows) -> None:
-    """Runs rows through the frozen model and back to the embeddings: the least that a training step costs."""
+    """Runs rows through the frozen model and back to the embeddings: the minimum cost of a training step."""
     with _gradients_start_at_embeddings(model):
         network(**_inputs(model, rows)).logits.float().logsumexp(-1).sum().backward()
 
 
 @contextmanager
 def _gradients_start_at_embeddings(model: TaskModel) -> Iterator[None]:
-    """Makes gradients end at the embeddings, as if the inputs were trained, so that no weight gets a gradient."""
+    """Makes the backward pass end at the embeddings' outputs, so that no weight gets a gradient."""
     with ExitStack() as stack:
         for module in model.model.modules():
             if isinstance(module, nn.Embedding):
@@ -91,7 +91,7 @@ def _gradients_start_at_embeddings(model: TaskModel) -> Iterator[None]:
 
 
 def _inputs(model: TaskModel, rows: Rows) -> dict[str, Tensor]:
-    """The arguments of the network's forward."""
+    """Returns the arguments of the network's forward method."""
     inputs = dict(rows.inputs)
     if isinstance(model, Seq2Seq):
         inputs["decoder_input_ids"] = model.model.prepare_decoder_input_ids_from_labels(labels=rows.labels)

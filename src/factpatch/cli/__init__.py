@@ -1,4 +1,4 @@
-"""The command line: one file per command, without any machine learning."""
+"""The command line: one file per command. Importing it does not import torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from factpatch.errors import FactpatchError
 NO_MEMORY = "out of memory; stop other processes, use a smaller model or, if the GPU's memory is full, --device cpu"
 
 INTERRUPTED = 130  # typer's exit status after Ctrl-C
-RESUMABLE = ("evaluate", "paraphrase", "revise")  # fit and train say themselves how to resume
+RESUMABLE = ("evaluate", "paraphrase", "revise")  # fit and train print their own advice on resuming
 
 app = typer.Typer(
     name="factpatch",
@@ -66,12 +66,12 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exits with 0; with 1 and one line on stderr after a known error; with 2 after wrong usage."""
+    """Runs a command and exits: with 1 and one line on stderr after a known error, with 2 after wrong usage."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         app(args=arguments)
     except FactpatchError as error:
-        # Under `accelerate launch`, an error may be found by all processes or by one.
+        # Under `accelerate launch`, an error may occur in one process only, so its message names the process.
         where = "" if is_main_process() else f" (process {os.environ['RANK']})"
         print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""factpatch ask"""
+"""The command `factpatch ask`."""
 
 from __future__ import annotations
 

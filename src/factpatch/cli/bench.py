@@ -1,4 +1,4 @@
-"""factpatch bench: the speed of editing, training and evaluation on this machine."""
+"""The commands `factpatch bench`: speed of editing, training, evaluation and merging on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tokens = Annotated[int, typer.Option(min=2, max=512, help="Tokens per row; claim
 
 EXPLANATIONS = (
     "published implementation: one edit at a time, with dense updates of the weights",
-    "frozen model alone: the same forwards and backwards without any editing, the upper limit",
+    "frozen model alone: the same forward and backward passes without editing, which is the upper limit",
     "speedup: compared with the published implementation",
 )
 
@@ -33,15 +33,15 @@ EXPLANATIONS = (
 def edit(
     shape: Shape = "bert-base",
     edits: Annotated[int, typer.Option(min=1, help="Edits per batch.")] = 8,
-    rows: Annotated[int, typer.Option(min=1, help="Rows per edit in the edited forward.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Rows per edit in the forward pass of the edited model.")] = 8,
     tokens: Tokens = 16,
     precision: Precision = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs, of which the median is reported.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median is reported.")] = 5,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Time proposing edits plus one edited forward per edit, without an optimizer.
+    """Time proposing edits and one forward pass of the edited model per edit, without an optimizer.
 
     Takes about two minutes on two cores.
 
@@ -70,7 +70,7 @@ def edit(
     common.stdout.print(table)
     _explain(*EXPLANATIONS)
     if given_back:
-        _explain("memory given back: if free memory goes back to the system before each run")
+        _explain("memory given back: free memory is returned to the operating system before each run")
     common.stdout.print(f"The low-rank factors of {edits} edits take {result['factor_bytes'] / 1e6:.1f} MB.")
 
 
@@ -81,14 +81,14 @@ def train(
     rows: Annotated[int, typer.Option(min=3, help="Rows per edit.")] = 16,
     tokens: Tokens = 32,
     precision: Precision = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed steps, of which the median is reported.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps; the median is reported.")] = 20,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Time one training step of an editor.
 
-    The defaults suit a GPU and take about a minute there; on a CPU use those of the example.
+    The defaults suit a GPU, where they take about a minute. On a CPU, use the options of the example.
 
     Example: factpatch bench train --shape minilm --edits 8 --rows 4 --repeats 3
     """
@@ -119,17 +119,17 @@ def train(
 def evaluate(
     shape: Shape = "minilm",
     edits: Annotated[
-        int | None, typer.Option(min=1, help="Patches side by side. Default: as many as evaluate uses.")
+        int | None, typer.Option(min=1, help="Patches per batch. Default: as many as factpatch evaluate uses.")
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows per patch.")] = 128,
     tokens: Tokens = 16,
     precision: Precision = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs, of which the median is reported.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median is reported.")] = 20,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Time rows that run under many patches at once, and the same rows through the unedited model.
+    """Time a batch of rows under many patches at once, and the same rows in the unedited model.
 
     Takes about two minutes on two cores.
 
@@ -158,7 +158,7 @@ def _explain(*lines: str) -> None:
 @app.command()
 def merge(
     shape: Shape = "bert-base",
-    facts: Annotated[int, typer.Option(min=1, help="Patches to merge, of one fact each.")] = 256,
+    facts: Annotated[int, typer.Option(min=1, help="Number of patches to merge, with one fact each.")] = 256,
     tokens: Tokens = 13,
     mode: Mode = "unedited",
     precision: Precision = None,

@@ -33,9 +33,9 @@ Device = Annotated[
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Random seed.")]
 Model = Annotated[
     str,
-    typer.Option(help="A model folder, a model's name on the Hugging Face hub, or world, the embedded model."),
+    typer.Option(help='Model folder, model name on the Hugging Face hub, or "world" for the embedded model.'),
 ]
-Data = Annotated[str, typer.Option(help="JSON lines (KILT or your own), CounterFact's JSON, or hub:NAME:SPLIT.")]
+Data = Annotated[str, typer.Option(help="JSON lines (KILT or your own), CounterFact's JSON file, or hub:NAME:SPLIT.")]
 Precision = Annotated[
     Literal["fp32", "bf16"] | None, typer.Option(help="fp32 or bf16. Default: bf16 on a GPU, fp32 on the CPU.")
 ]
@@ -47,7 +47,7 @@ MaxUpdates = Annotated[
     ),
 ]
 
-MAX_UPDATES = 5  # editors.looped.MAX_UPDATES, which would import torch
+MAX_UPDATES = 5  # equals editors.looped.MAX_UPDATES, whose import would load torch
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
@@ -72,7 +72,7 @@ def working(message: str) -> Iterator[None]:
 
 
 def announce(message: str) -> None:
-    """Prints a message for somebody who watches a terminal; logs do not get it."""
+    """Prints a message if stderr is a terminal; it is not written to logs."""
     if stderr.is_terminal:
         warn(message)
 
@@ -89,7 +89,7 @@ def is_main_process() -> bool:
 
 
 def program() -> str:
-    """The command that starts factpatch from this shell, also before its environment is activated."""
+    """Returns the command that starts factpatch in this shell, even if its environment is not activated."""
     if shutil.which("factpatch"):
         return "factpatch"
     return sys.argv[0] if Path(sys.argv[0]).name == "factpatch" else f"{sys.executable} -m factpatch"
@@ -106,7 +106,7 @@ def failed_edit_advice(max_updates: int) -> str:
 
 
 def show_counts(result: dict[str, Any], title: object) -> None:
-    """Prints the numbers of a result as a table, and explains those whose name does not."""
+    """Prints the numbers of a result as a table, and explains the names in EXPLANATIONS."""
     table = Table(title=escape(str(title)), show_header=False)
     for key, value in result.items():
         if isinstance(value, int | float):
@@ -140,7 +140,7 @@ def per_second(rate: float) -> str:
 def status_bar(message: str) -> Iterator[Callable[[float | None, str], None]]:
     """Shows a run's progress: yields a function to call with the share done, if known, and a line of figures.
 
-    On a terminal this is a bar with the time spent and the time left, in a log a line now and then.
+    A terminal shows a bar with the elapsed and remaining time; a log gets a line every LOG_SECONDS[1] seconds.
     """
     start = time.monotonic()
     due = start + LOG_SECONDS[0]
@@ -163,7 +163,7 @@ def status_bar(message: str) -> Iterator[Callable[[float | None, str], None]]:
         return
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),  # moves back and forth as long as nothing is known to be done
+        BarColumn(),  # pulses until the share that is done is known
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}  {task.fields[figures]}"),
     )

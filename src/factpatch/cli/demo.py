@@ -1,4 +1,4 @@
-"""factpatch demo"""
+"""The command `factpatch demo`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def demo(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Patch the embedded model with what has changed since 2018, fact by fact and all at once, and measure it.
+    """Patch the embedded model with what has changed since 2018, fact by fact and all at once, and measure the results.
 
     The whole demonstration takes about 20 seconds on two cores.
 
@@ -96,11 +96,11 @@ def _show_table(result: dict[str, Any], own: bool) -> None:
     if (more := len(result["changes"]) - SHOWN) > 0:
         common.stdout.print(f"... and {more} more; --json prints all.")
     if wording := result["changes"][0]["other_wording"]:
-        common.stdout.print(f"Other wording: one that was in no training, such as: {escape(wording)}")
+        common.stdout.print(f"Other wording: a phrasing that was never used in training, such as: {escape(wording)}")
 
 
 def _shortened(question: str, width: int) -> str:
-    """Drops the first words of a long question, which many questions share, and cuts its end if need be."""
+    """Drops the first words of a long question, which many questions share, and cuts its end if necessary."""
     if len(question) > width:
         question = re.sub(r"^(What|Who|Which|How many) (\w+ )?(the )?", "…", question)
     return question if len(question) <= width else f"{question[: width - 1]}…"
@@ -116,7 +116,7 @@ def _show_failures(result: dict[str, Any], max_updates: int) -> None:
         common.stdout.print(common.failed_edit_advice(max_updates))
     if not result["known_question"]:
         common.stdout.print(
-            "The embedded model was not trained on this question, so that its answer before the edit was a guess. "
+            "The embedded model was not trained on this question, so its answer before the edit was a guess. "
             "After the edit, it may answer other questions about the same subject wrongly."
         )
 

@@ -1,4 +1,4 @@
-"""factpatch edit"""
+"""The command `factpatch edit`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def edit(
     model: Model,
-    editor: Annotated[str, typer.Option(help="The folder of an editor trained for this model, or world.")],
+    editor: Annotated[str, typer.Option(help='Folder of an editor trained for this model, or "world".')],
     input: Annotated[str | None, typer.Option(help="The question or claim to edit.")] = None,
     target: Annotated[str | None, typer.Option(help="The answer or label that the model should give.")] = None,
     facts: Annotated[
@@ -90,7 +90,7 @@ def edit(
 
 
 def _usable(model: TaskModel, edits: list[FactEdit], skip_bad: bool) -> tuple[list[FactEdit], int]:
-    """Returns the edits with the model's present answers, and how many were skipped as impossible for this model."""
+    """Returns the edits with the model's current answers, and how many this model cannot make."""
     try:
         return model.resolve(edits), 0
     except InputError:
@@ -108,7 +108,7 @@ def _usable(model: TaskModel, edits: list[FactEdit], skip_bad: bool) -> tuple[li
 def _edit_all(
     model: TaskModel, method: EditMethod, edits: list[FactEdit], patch_path: Callable[[int, bool], Path | None]
 ) -> list[dict[str, Any]]:
-    """Makes the edits, saves each patch to `patch_path(number, success)` if that is not None, and reports on each."""
+    """Makes the edits, saves each patch to `patch_path(number, success)` unless that is None, and returns results."""
     results: list[dict[str, Any]] = []
     size = method.at_once(model)  # how many patches are in memory together
     with common.progress_bar("editing", len(edits)) as advance:

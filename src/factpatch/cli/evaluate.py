@@ -1,4 +1,4 @@
-"""factpatch evaluate"""
+"""The command `factpatch evaluate`."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ SELECTABLE = ("finetune", "zhu")  # methods with settings that --select can choo
 
 def evaluate(
     model: Model,
-    data: Annotated[str, typer.Option(help="Revision file, made by factpatch revise for this model.")],
+    data: Annotated[str, typer.Option(help='Revision file, made by factpatch revise for this model, or "world".')],
     output: Annotated[Path, typer.Option(help="Folder for summary.json, edits.jsonl and the data for figures.")],
     method: Annotated[
         str | None,
-        typer.Option(help="Name of a method without training: finetune, zhu, gradient. Default: the editor's."),
+        typer.Option(help="Method that needs no training: finetune, zhu or gradient. Default: the method of --editor."),
     ] = None,
-    editor: Annotated[str | None, typer.Option(help="Folder of an editor trained for this model, or world.")] = None,
+    editor: Annotated[str | None, typer.Option(help='Folder of an editor trained for this model, or "world".')] = None,
     layers: Annotated[
         str | None,
-        typer.Option(help="Weights that a baseline changes: all (default), one block's name, or block with --select."),
+        typer.Option(help="Weights that a baseline changes: all (default), a block's name, or block to --select one."),
     ] = None,
     bound: Annotated[float | None, typer.Option(help="For zhu: maximum change of each weight.")] = None,
     select: Annotated[
-        bool, typer.Option("--select", help="Choose a baseline's block and bound on other revisions; see --valid.")
+        bool, typer.Option("--select", help="Choose the baseline's block and bound on the revisions of --valid.")
     ] = False,
     valid: Annotated[
         str | None,
-        typer.Option(help="Revision file for --select, such as train's. Default: those of --data that are not edited."),
+        typer.Option(help="File for --select, such as the training revisions. Default: the unedited part of --data."),
     ] = None,
     edits: Annotated[int | None, typer.Option(min=1, help="Number of edits to sample. Default: all.")] = None,
     retain: Annotated[int | None, typer.Option(min=1, help="Number of control inputs to sample. Default: all.")] = None,
@@ -64,7 +64,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="Maximum updates per edit. Default: 5 with --loop, otherwise 1.")
     ] = None,
     together: Annotated[
-        str | None, typer.Option(help="Also measure N facts edited at the same time, for each N in a list: 1,16,64.")
+        str | None, typer.Option(help="Also measure N facts edited at once, for each N of a list such as 1,16,64.")
     ] = None,
     merge: Annotated[
         str,
@@ -72,14 +72,14 @@ def evaluate(
     ] = "solve",
     others: Annotated[
         str | None,
-        typer.Option(help="Revisions that --merge is fitted to. Default: those of --data that are not measured."),
+        typer.Option(help="Revision file that --merge is fitted to. Default: the part of --data that is not measured."),
     ] = None,
     scope: Annotated[
-        str | None, typer.Option(help="File of a trained scope. Default: a scope without training.")
+        str | None, typer.Option(help="For --merge scope: file of a trained scope. Default: an untrained scope.")
     ] = None,
     precision: Annotated[
         Literal["fp32", "bf16"] | None,
-        typer.Option(help="Default: bf16 for editors of classifiers on a GPU, otherwise fp32."),
+        typer.Option(help="fp32 or bf16. Default: bf16 for editors of classifiers on a GPU, otherwise fp32."),
     ] = None,
     skip_bad: SkipBad = False,
     device: Device = None,
@@ -89,7 +89,7 @@ def evaluate(
     """Measure an edit method on a revision file.
 
     Success: the model gives the target for the edited input.
-    Equivalence: paraphrases of the input get the target, too.
+    Equivalence: paraphrases of the input also get the target.
     Retain: control inputs, which are unrelated to the edit, keep their answers.
     Deterioration: accuracy that is lost on the control inputs.
 
@@ -171,7 +171,7 @@ def _check_options(
     if select and method == "finetune" and layers != "block":
         raise typer.BadParameter("for finetune, --select chooses a block: add --layers block")
     if valid and not select:
-        raise typer.BadParameter("--valid is the file that --select chooses on; give both or neither")
+        raise typer.BadParameter("--valid is only used by --select; add --select, or leave --valid out")
 
 
 def _check_method(method: str | None, editor: str | None) -> None:
@@ -222,10 +222,10 @@ def _without(revisions: list[Revision], used: list[Revision]) -> list[Revision]:
 def _selected(
     model: TaskModel, bounded: bool, layers: str, revisions: list[Revision], seed: int
 ) -> tuple[EditMethod, list[dict[str, Any]]]:
-    """The baseline with the best block and bound, and all settings that were tried.
+    """Returns the baseline with the best block and bound, and all settings that were tried.
 
-    In a training file, the first revisions in hash order are those that `fit` held out, so that the model has not
-    learnt them by heart.
+    In a training file, the first revisions in hash order are those that `fit` held out, so the model has not
+    memorised them.
     """
     from factpatch.data.holdout import hash_shuffled
     from factpatch.data.revisions import editable

@@ -1,4 +1,4 @@
-"""factpatch fit"""
+"""The command `factpatch fit`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def fit(
         str, typer.Option(help="Facts to learn: JSON lines with input and output, KILT, or hub:NAME:SPLIT.")
     ],
     output: Annotated[Path, typer.Option(help="Folder for the fine-tuned model.")],
-    dev: Annotated[str | None, typer.Option(help="Facts on which the result is measured once, at the end.")] = None,
+    dev: Annotated[str | None, typer.Option(help="Facts on which the final model is measured once.")] = None,
     valid: Annotated[
-        str | None, typer.Option(help="Facts that choose the best weights. Default: facts held out of --train.")
+        str | None, typer.Option(help="Facts used to choose the best weights. Default: facts held out of --train.")
     ] = None,
     holdout: Annotated[
         int | None,
@@ -51,10 +51,10 @@ def fit(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Number of training steps, instead of --epochs.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Duration of the run, from set-up to --dev, instead of --epochs.")
+        float | None, typer.Option(help="Total duration of the run, --dev included, instead of --epochs.")
     ] = None,
     dropout: Annotated[float | None, typer.Option(help="Dropout. Default: as in the model's config.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longer inputs are truncated.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per input; the rest is cut off.")] = 32,
     checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between two checkpoints.")] = 60.0,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the output folder.")] = False,
     skip_bad: SkipBad = False,

@@ -1,4 +1,4 @@
-"""factpatch ledger: record facts over time, and merge them into one patch."""
+"""The commands `factpatch ledger`: record facts over time and merge them into one patch."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def init(
 def add(
     ledger: LedgerFile,
     model: Model,
-    editor: Annotated[str, typer.Option(help="The folder of an editor trained for this model, or world.")],
+    editor: Annotated[str, typer.Option(help='Folder of an editor trained for this model, or "world".')],
     input: Annotated[str | None, typer.Option(help="The question or claim to edit.")] = None,
     target: Annotated[str | None, typer.Option(help="The answer that the model should give.")] = None,
-    paraphrase: Annotated[list[str] | None, typer.Option(help="Another wording of --input, for verify.")] = None,
-    facts: Annotated[Path | None, typer.Option(help='JSON lines of {"input": ..., "target": ...}.')] = None,
+    paraphrase: Annotated[list[str] | None, typer.Option(help="Another wording of --input, checked by verify.")] = None,
+    facts: Annotated[Path | None, typer.Option(help='A file with one {"input": ..., "target": ...} per line.')] = None,
     note: Annotated[str, typer.Option(help="A remark to keep with the facts, such as their source.")] = "",
     skip_bad: SkipBad = False,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Make a patch for each fact, check it, and record all facts; if one fails, nothing is recorded.
+    """Make a patch for each fact, check it, and record all facts. If one fails, none is recorded.
 
     Example: factpatch ledger add --ledger facts.db --model world --editor world --facts facts.jsonl
     """
@@ -94,7 +94,7 @@ def add(
 
 @app.command()
 def remove(ledger: LedgerFile, fact: FactId, as_json: Json = False) -> None:
-    """Take a fact out. Its history stays, and the merged patch is as if it had never been added.
+    """Remove a fact. Its history stays, but the merged patch is as if it had never been added.
 
     Example: factpatch ledger remove --ledger facts.db 3
     """
@@ -153,9 +153,9 @@ def verify(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Check that the merged model gives every fact's answer, and count other answers that stay unchanged.
+    """Check that every fact holds in the merged model, and count the other answers that are unchanged.
 
-    Exits with 1 if a fact does not hold.
+    A fact holds if its input and paraphrases get its target. Exits with 1 if a fact does not hold.
 
     Example: factpatch ledger verify --ledger facts.db --model world
     """

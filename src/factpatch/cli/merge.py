@@ -1,4 +1,4 @@
-"""factpatch patch merge"""
+"""The command `factpatch patch merge`, and the options that other merging commands share."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ MAX_OTHERS = 5000
 Others = Annotated[
     Path | None,
     typer.Option(
-        help='JSON lines with an "input" each, such as a revision file: ordinary inputs whose answers should not '
-        "change. Default for --model world: its facts."
+        help='Inputs whose answers should not change: one {"input": ...} per line, such as a revision file. '
+        "Default for --model world: the questions of its facts."
     ),
 ]
-MaxOthers = Annotated[int, typer.Option(min=1, metavar="N", help="Use at most N of the other inputs, evenly spaced.")]
+MaxOthers = Annotated[int, typer.Option(min=1, metavar="N", help="Use at most N inputs of --others, evenly spaced.")]
 Ridge = Annotated[
     float | None,
     typer.Option(
         metavar="X",
-        help="Larger values protect other answers, smaller ones the facts. Default: what the editor has learned, or 1.",
+        help="Larger values protect other answers, smaller ones the facts. Default: the editor's learned value, or 1.",
     ),
 ]
 Mode = Annotated[
     Literal["unedited", "sequence"],
     typer.Option(
-        help="unedited: solve all weights at once. sequence: solve one layer after another, which holds more facts of "
-        "an editor that was not trained for merging, and takes longer."
+        help="unedited: solve for all weights at once. sequence: solve layer by layer, which is slower but keeps more "
+        "facts if the editor was not trained for merging."
     ),
 ]
 CovarianceFile = Annotated[
     Path | None,
-    typer.Option(help="Keep what is computed from the other inputs in this file, or use it if it exists."),
+    typer.Option(help="Cache for what is computed from --others: read if the file exists, otherwise written."),
 ]
 
 
@@ -60,13 +60,13 @@ def merge(
     ridge: Ridge = None,
     mode: Mode = "unedited",
     smallest: Annotated[
-        bool, typer.Option("--smallest", help="First scale each patch to the smallest part that still succeeds.")
+        bool, typer.Option("--smallest", help="First scale each patch down as far as its edit still succeeds.")
     ] = False,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Merge patches into one patch that holds all of their facts. Unlike a sum, it leaves other answers alone.
+    """Merge patches into one patch that holds all of their facts. Unlike their sum, it leaves other answers alone.
 
     Example: factpatch patch merge runs/patches/*.safetensors --model world --output runs/merged.safetensors
     """
@@ -104,7 +104,7 @@ def merge(
 def find_covariance(
     model: TaskModel, file: Path | None, others: Path | None, name: str, most: int = MAX_OTHERS
 ) -> Covariance:
-    """Loads the covariance from its file, or computes it from the other inputs and keeps it there."""
+    """Loads the covariance from its file, or computes it from the other inputs and saves it there."""
     from factpatch.covariance import Covariance
 
     if file is not None and file.exists():
@@ -122,15 +122,15 @@ def find_covariance(
 
 
 def read_others(path: Path | None, model: str) -> list[str]:
-    """The other inputs of a file, or the embedded world's questions."""
+    """Reads the other inputs from a file; by default, those of the embedded world."""
     if path is None:
         if model != "world":
-            raise InputError("expected --others FILE with ordinary inputs, found none; a revision file will do")
+            raise InputError("--others is missing; give a file of inputs to leave unchanged, such as a revision file")
         from factpatch import world
 
         return [fact.questions[0] for fact in world.facts()]
     found = read_jsonl(path, lambda record: None if "provenance" in record else required_text(record, "input"))
     texts = [text for text in found if text is not None]
     if not texts:
-        raise InputError(f"{path} has no inputs; give a file with ordinary inputs")
+        raise InputError(f"{path} has no inputs; give a file of inputs whose answers should not change")
     return texts

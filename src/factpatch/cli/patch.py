@@ -1,4 +1,4 @@
-"""factpatch patch: inspect patches and write patched models."""
+"""The commands `factpatch patch`: inspect, apply and merge patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""factpatch report"""
+"""The command `factpatch report`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def report(
     """Make tables and figures from results. Needs the extra `plots`.
 
     Success: the model gives the target for the edited input.
-    Equivalence: paraphrases of the input get the target, too.
+    Equivalence: paraphrases of the input also get the target.
     Retain: control inputs, which are unrelated to the edit, keep their answers.
 
     Example: factpatch report runs/a runs/b --output report

@@ -1,4 +1,4 @@
-"""factpatch scope: train what decides which fact an input is about."""
+"""The command `factpatch scope train`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ app = typer.Typer(help="Train a scope, which decides which of many facts an inpu
 @app.command()
 def train(
     model: Model,
-    data: Annotated[Path, typer.Option(help="Revisions with paraphrases, written by factpatch revise.")],
+    data: Annotated[Path, typer.Option(help="Revision file with paraphrases, as written by factpatch revise.")],
     output: Annotated[Path, typer.Option(help="The scope file to write (.safetensors).")],
     facts: Annotated[int, typer.Option(min=10, help="Maximum number of facts to train on.")] = 12_000,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1500,
     false_matches: Annotated[
-        float, typer.Option(help="Share of other inputs that may be taken for one of 1,024 active facts.")
+        float, typer.Option(help="Allowed share of unrelated inputs that match one of 1,024 active facts.")
     ] = 0.005,
     device: Device = None,
     seed: Seed = 0,

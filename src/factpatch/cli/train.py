@@ -1,4 +1,4 @@
-"""factpatch train"""
+"""The command `factpatch train`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def train(
     output: Annotated[Path, typer.Option(help="Folder for the run: editor, last, config.json and metrics.jsonl.")],
     valid: Annotated[
         str | None,
-        typer.Option(help="Revision file that chooses the best editor. Default: revisions held out of --train."),
+        typer.Option(help="Revision file used to choose the best editor. Default: revisions held out of --train."),
     ] = None,
     config: Annotated[
         str | None,
         typer.Option(
             help="TOML file or preset: fc, qa, cpu-fc, cpu-qa, paper-fc, paper-qa. "
-            "Default: the preset for the model's task and the device. A TOML file overrides single settings of it."
+            "Default: the preset for the model's task and the device. A TOML file overrides settings of that preset."
         ),
     ] = None,
     setting: Annotated[
@@ -48,10 +48,10 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Number of training steps.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Duration of the run, from set-up to final measurement, instead of --steps.")
+        float | None, typer.Option(help="Total duration of the run, final measurement included, instead of --steps.")
     ] = None,
     init: Annotated[
-        str | None, typer.Option(help="Folder of a trained editor to start from, or world. Default: a new editor.")
+        str | None, typer.Option(help='Folder of a trained editor to start from, or "world". Default: a new editor.')
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the output folder.")] = False,
     skip_bad: SkipBad = False,
@@ -72,7 +72,7 @@ def train(
         raise typer.BadParameter("give --steps or --minutes, not both", param_hint="--minutes")
     prepare(seed or 0)
     announce(f"loading {model}")
-    join_processes(find_device(device))  # so that each process gets a GPU of its own
+    join_processes(find_device(device))  # before the model is loaded: each process has a GPU of its own
     task_model = load_model(model, device)
     default = "fc" if isinstance(task_model, Classifier) else "qa"
     if task_model.device.type == "cpu":

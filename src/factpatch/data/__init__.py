@@ -1,1 +1,1 @@
-"""Data: reading facts, paraphrasing, splitting, and making revisions from them."""
+"""Reading, paraphrasing and splitting facts, and making revisions from them."""

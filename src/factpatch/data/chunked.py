@@ -1,4 +1,4 @@
-"""Turning a data file into a file of lines, chunk by chunk: the part that `paraphrase` and `revise` share."""
+"""Writes one line per record of a data file, in chunks, so that `paraphrase` and `revise` can resume."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def write_in_chunks(
     """Writes the header, if any, and `work(prepare(records))`, one line per record.
 
     Each chunk is read and prepared while the previous one is worked on, so that a GPU does not wait for it. After a
-    crash, a run with the same settings resumes after the last complete chunk, so that it makes the same chunks, and
-    hence the same lines, as a run without a crash. `on_done` receives the number of records read since its last call.
+    crash, a run with the same settings resumes after the last complete chunk. It therefore makes the same chunks,
+    and the same lines, as a run without a crash. `on_done` receives the number of records read since its last call.
     """
     counts = Counts()
     found = read_records(source, counts, check=check, skip_bad=skip_bad, labels=labels)
     records = ((record, counts.read) for record in found)
-    first = list(islice(records, size))  # before any file is opened: a bad record among them leaves no files behind
+    first = list(islice(records, size))  # read before the output is created, so that a bad record leaves no files
     lines = ResumableLines(output, {**settings, "largest_chunk": size}, 1, header)
     records = chain(first, records)
     resumed = 0

@@ -1,4 +1,4 @@
-"""A fact as it is read, and the formats it is read from: KILT with a user's own lines, and CounterFact.
+"""Parses facts from the formats of KILT, which users' own lines follow too, and CounterFact.
 
 A format is a function `parse(raw, default_id)` that turns one JSON object into a Record, or returns None if the object
 has another format. `factpatch.data.records.FORMATS` lists all formats.
@@ -27,7 +27,7 @@ class Record:
     human_rephrases: tuple[str, ...] = ()  # paraphrases written by people, such as a question's other templates
     subject: str | None = None
     relation: str | None = None
-    alternative: str | None = None  # the answer that the data wants instead
+    alternative: str | None = None  # the answer to edit to, if the data names one
     neighbours: tuple[str, ...] = ()  # inputs about other subjects of the same relation, whose answers must stay
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # KILT fields to keep when writing
 
@@ -99,7 +99,7 @@ def _optional_text(record: dict[str, Any], key: str) -> str | None:
 
 
 def _answers(raw: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the answers from a text, a list of texts or KILT's [{"answer": ...}, ...], where some have no answer."""
+    """Returns the answers from a text, a list of texts or KILT's [{"answer": ...}, ...], some without an answer."""
     key = "answers" if raw.get("output") is None else "output"
     output = raw.get(key)
     if isinstance(output, str):
@@ -115,7 +115,7 @@ def _answers(raw: dict[str, Any]) -> tuple[str, ...]:
 
 
 def parse_counterfact(raw: dict[str, Any], default_id: str) -> Record | None:
-    """Parses CounterFact as published: a prompt with {} for the subject, the true answer and the wanted one."""
+    """Parses CounterFact as published: a prompt with {} for the subject, the true answer and the one to edit to."""
     if "requested_rewrite" not in raw:
         return None
     if raw.get("case_id") is None:

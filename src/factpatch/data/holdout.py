@@ -1,4 +1,4 @@
-"""Holding facts out of training: a hash of each id decides, so that the choice does not depend on the file's order."""
+"""Holds facts out of training by a hash of their ids, so that the choice does not depend on the file's order."""
 
 from __future__ import annotations
 

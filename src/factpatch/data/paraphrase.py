@@ -1,4 +1,4 @@
-"""Paraphrases by translation into another language and back with 5 × 5 beams, as in De Cao et al. (2021)."""
+"""Paraphrases texts by translating them into another language and back with 5 × 5 beams, as in De Cao et al. (2021)."""
 
 from __future__ import annotations
 

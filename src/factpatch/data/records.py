@@ -15,7 +15,7 @@ from factpatch.jsonl import read_jsonl
 
 NOT_A_FACT = {normalize("NOT ENOUGH INFO")}  # FEVER's third label: neither SUPPORTS nor REFUTES
 
-# Formats by name, tried from last to first. KILT's comes first because it accepts or refuses every record.
+# Formats by name, tried from last to first. KILT's is tried last because it accepts or refuses every record.
 FORMATS: dict[str, Callable[[dict[str, Any], str], Record | None]] = {
     "kilt": parse_kilt,
     "counterfact": parse_counterfact,
@@ -23,7 +23,7 @@ FORMATS: dict[str, Callable[[dict[str, Any], str], Record | None]] = {
 
 
 def parse_record(raw: dict[str, Any], default_id: str) -> Record:
-    """Parses a JSON object in the format it has; a record without an id gets `default_id`."""
+    """Parses a JSON object in whichever format it has; a record without an id gets `default_id`."""
     parsed = (parse(raw, default_id) for parse in reversed(FORMATS.values()))
     return next(record for record in parsed if record is not None)
 
@@ -35,7 +35,7 @@ class Counts:
     kept: int = 0
     left_out: int = 0  # claims labelled NOT ENOUGH INFO, unless that is a label to learn
     bad: int = 0  # records that could not be used and were skipped
-    ids: set[str] = field(default_factory=set, repr=False)  # of all usable records, over several files if shared
+    ids: set[str] = field(default_factory=set, repr=False)  # ids so far, over several files if they share the counts
 
     @property
     def read(self) -> int:
@@ -66,7 +66,7 @@ def read_records(
     no_fact = NOT_A_FACT.difference(map(normalize, labels))
 
     def parse(raw: dict[str, Any]) -> Record | None:
-        if raw.keys() == {PROVENANCE}:  # revisions of one model are data for another
+        if raw.keys() == {PROVENANCE}:  # a revision file can be data for another model
             return None
         record = parse_record(raw, f"record-{counts.read + 1}")
         if record.id in counts.ids:
@@ -124,7 +124,7 @@ def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
 
 
 def count_records(source: str | Path, skip_bad: bool = False) -> int | None:
-    """Counts the records of a file, for a progress bar; returns None for the hub, which would have to be downloaded.
+    """Counts the records of a file, for a progress bar; returns None for the hub, where counting would need a download.
 
     All records are parsed, so that a bad one is reported now and not after hours of work. Whether the model can read
     them, and whether NOT ENOUGH INFO is one of its labels, is checked later.
@@ -147,7 +147,7 @@ def source_hash(source: str | Path) -> str:
 
 
 def _refuse_pipe(source: str | Path) -> None:
-    """Raises a FileError for a pipe, which would be empty when it is read again after counting or hashing."""
+    """Raises a FileError for a pipe, because data is read again after counting or hashing."""
     path = Path(source)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise FileError(
@@ -156,7 +156,7 @@ def _refuse_pipe(source: str | Path) -> None:
 
 
 def refuse_overwriting(output: str | Path, *sources: str | Path) -> None:
-    """Raises a FileError if the output is one of the data files, under whatever name."""
+    """Raises a FileError if the output is one of the data files, even under another name."""
     for source in map(Path, sources):
         if source.exists() and Path(output).exists() and source.samefile(output):
             raise FileError(f"the output {output} is the data file itself; choose another output")

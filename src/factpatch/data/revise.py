@@ -1,4 +1,4 @@
-"""Making revisions ⟨x, y, a, Pˣ⟩ from records: predictions, alternatives, and paraphrases with the same prediction."""
+"""Makes revisions ⟨x, y, a, Pˣ⟩ from records: predictions, alternatives, and paraphrases with the same prediction."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def revise_records(
 
 
 def alternatives(model: TaskModel, record: Record, outputs: Sequence[str]) -> tuple[str, ...]:
-    """Returns the answer the data wants, if any, then the other labels or beams that differ from the prediction."""
+    """Returns the data's own alternative, if any, then the labels or beams that differ from the prediction."""
     labels = model.labels if isinstance(model, Classifier) else ()
     wanted = [record.alternative] if record.alternative else []
     kept = {normalize(outputs[0]): ""}

@@ -1,7 +1,7 @@
 """Revisions ⟨x, y, a, Pˣ⟩: what training and evaluation know about each input of one model.
 
-A revision file begins with a provenance record, which says which model made the file, from which data and with which
-settings. The predictions in it are valid for that model only, so that the file is refused for any other.
+A revision file begins with a provenance record, which names the model that made the file, its data and its
+settings. The predictions are valid for that model only, so the file is refused for any other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Revision:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a revision file comes from."""
+    """The model, data and settings that a revision file was made with."""
 
     model: str  # the model's identity
     data: str  # sha256 of the data file, or the name of the data set on the hub
@@ -66,8 +66,8 @@ def load_revisions(
     """Reads a revision file that is to be used with `model`.
 
     Raises a MismatchError if another model made the file. A file without a provenance record, such as one written by
-    hand, is accepted after a call of `warn`; a line whose input the model cannot read is bad. With `on_bad`, bad lines
-    are skipped and reported to it.
+    hand, is accepted with a warning, and its lines are bad if the model cannot read their inputs. With `on_bad`, bad
+    lines are skipped and reported to it.
     """
     records = _read(path, on_bad, lambda revision: model.check_input(revision.input))
     first = next(records, None)
@@ -79,7 +79,7 @@ def load_revisions(
 
 
 def read_revisions(path: str | Path, on_bad: Callable[[str], object] | None = None) -> Iterator[Revision]:
-    """Streams the revisions of a file without asking which model made them."""
+    """Streams the revisions of a file without checking which model made them."""
     return (record for record in _read(path, on_bad) if isinstance(record, Revision))
 
 
@@ -96,7 +96,7 @@ def _read(
     on_bad: Callable[[str], object] | None,
     check_unknown: Callable[[Revision], object] = lambda revision: None,
 ) -> Iterator[Provenance | Revision]:
-    """Streams all records of a file and checks that they have one source, or each revision if the source is unknown."""
+    """Streams all records; checks that they have one provenance or, without any, each revision."""
     first: Provenance | Revision | None = None
 
     def parse(raw: dict[str, Any]) -> Provenance | Revision:
@@ -109,14 +109,14 @@ def _read(
         first = first or record
         if isinstance(record, Provenance) and record != first:
             raise MismatchError(
-                f"{path} joins revisions that were made by different models, from different data or in different "
+                f"{path} mixes revisions that were made by different models, from different data or in different "
                 "precisions; use a separate file for each"
             )
         yield record
 
 
 def _file(path: str | Path) -> str | Path:
-    """The file to read; "world" is the embedded model's."""
+    """Returns the path to read: "world" stands for the embedded model's file."""
     return world.REVISIONS if path == "world" else path
 
 
@@ -141,13 +141,13 @@ def _parse_revision(raw: dict[str, Any]) -> Revision:
 def own_forms(revision: Revision) -> frozenset[str]:
     """Returns the normalised texts of the input and all its paraphrases.
 
-    An input whose normalised text is among them asks for the edited fact itself, and so is no control input of it.
+    An input whose normalised text is among them asks for the edited fact itself, so it is not a control input.
     """
     return frozenset(map(normalize, (revision.input, *revision.rephrases, *revision.human_rephrases)))
 
 
 def teachable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
-    """Returns all revisions, each with only those alternatives that the model can express and does not predict."""
+    """Returns all revisions, each with only the alternatives that the model can give but does not predict."""
     sayable = model.valid_targets([text for revision in revisions for text in revision.alternatives])
 
     def teachable_of(r: Revision) -> tuple[str, ...]:

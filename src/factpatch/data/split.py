@@ -1,4 +1,4 @@
-"""Splitting facts into a training and a validation file, as De Cao et al. (2021) re-split zsRE.
+"""Splits facts into a training and a validation file, as De Cao et al. (2021) re-split zsRE.
 
 The published split of zsRE puts each relation into one part only, which suits relation extraction. Editing facts needs
 all relations in both parts. All questions of a fact, and all records with the same subject and relation, stay in one

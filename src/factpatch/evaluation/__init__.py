@@ -1,4 +1,4 @@
-"""Evaluation: runs any EditMethod over a revision set, one edit at a time or many facts together."""
+"""Evaluation of any EditMethod on a set of revisions, one edit at a time or with many facts together."""
 
 from factpatch.data.revisions import editable, teachable
 from factpatch.evaluation.baselines import count_choices, select

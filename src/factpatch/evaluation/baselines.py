@@ -1,4 +1,4 @@
-"""Chooses a baseline's settings: the block to fine-tune, and the bound of its weights."""
+"""Chooses a baseline's settings: the block to fine-tune, and the bound on its weights' changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def select(
 ) -> tuple[FineTune, list[dict[str, Any]]]:
     """Finds the block (if `layers` is "block"), then the bound, with the highest success + retain.
 
-    Returns the baseline with these settings and a record of all that were tried.
+    Returns the baseline with these settings, and all settings that were tried.
     """
     tried: list[dict[str, Any]] = []
     edits = editable(model, predicted_now(model, edits[:SELECT_EDITS]))
@@ -47,7 +47,7 @@ def select(
 
 
 def count_choices(model: TaskModel, layers: str, bounded: bool) -> int:
-    """How many settings `select` tries."""
+    """Returns how many settings `select` tries."""
     return (len(block_names(model.layers)) if layers == "block" else 0) + (len(BOUNDS) if bounded else 0)
 
 

@@ -22,8 +22,8 @@ from factpatch.files import atomic_file
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
 
-SKETCH = 1024  # length of the vector that stands for an update
-EDITS, EDITS_WITH_SCORES, INPUTS_WITH_SCORES = 32, 16, 500  # at most this many are kept in detail
+SKETCH = 1024  # length of the vector that an update is projected to
+EDITS, EDITS_WITH_SCORES, INPUTS_WITH_SCORES = 32, 16, 500  # at most this many have details
 EXAMPLES = 3
 
 
@@ -59,7 +59,7 @@ def write_details(
 
 
 def _mean_size(name: str, patches: Sequence[Patch]) -> Tensor:
-    """Root mean square of a weight's change, averaged over edits."""
+    """Returns the root mean square of a weight's change, averaged over edits."""
     out, in_ = patches[0].deltas[name].shape
     return torch.stack([patch.deltas[name].norm() for patch in patches]).mean() / (out * in_) ** 0.5
 
@@ -88,7 +88,7 @@ def _projected(delta: Delta, u: Tensor, v: Tensor) -> Tensor:
 
 
 def _scores(examiner: Examiner, examined: Sequence[tuple[Revision, Examined]]) -> dict[str, Tensor]:
-    """Scores of the control inputs' original predictions before and after, and which predictions changed."""
+    """Returns scores of the control inputs' original predictions before and after, and which changed."""
     before: list[float] = []
     after: list[float] = []
     changed: list[bool] = []
@@ -107,7 +107,7 @@ def _scores(examiner: Examiner, examined: Sequence[tuple[Revision, Examined]]) -
 
 
 def _example(model: TaskModel, patch: Patch, revision: Revision, others: Sequence[Revision]) -> dict[str, Any]:
-    """The best answers before and after, for the edited input, a paraphrase and a control input."""
+    """Returns the best answers before and after, to the edited input, a paraphrase and a control input."""
     own = own_forms(revision)
     texts = {
         "input": [revision.input],

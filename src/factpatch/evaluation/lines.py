@@ -1,4 +1,4 @@
-"""Result lines, one per edit, that several processes produce and an interrupted run resumes."""
+"""Result lines, one per edit: several processes share the work, and an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from factpatch.metrics import Outcome, value_names
 
 
 def open_lines(path: Path, settings: dict[str, Any]) -> ResumableLines | None:
-    """Opens a file of lines in the main process; the others write none."""
+    """Opens a file of lines in the main process; returns None in the others."""
     return ResumableLines(path, settings, chunk=1) if PartialState().is_main_process else None
 
 
@@ -39,7 +39,7 @@ def write_shared(
 
 
 def edit_line(revision: Revision, examined: Examined, **more: Any) -> str:
-    """The JSON line of one edit."""
+    """Returns the JSON line of one edit."""
     about = {
         "id": revision.id,
         "input": revision.input,
@@ -51,6 +51,6 @@ def edit_line(revision: Revision, examined: Examined, **more: Any) -> str:
 
 
 def outcome_of(line: str) -> Outcome:
-    """The outcome in a line that `edit_line` made."""
+    """Reads the outcome from a line that `edit_line` made."""
     record = json.loads(line)
     return Outcome({name: record[name] for name in value_names()})

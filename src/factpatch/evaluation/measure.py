@@ -1,4 +1,4 @@
-"""Measures edits on their paraphrases and on control inputs, with many edits in one forward."""
+"""Measures edits on their paraphrases and on control inputs, with many edits in one forward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from factpatch.models.base import NO_TARGET, POSITIONS_AT_ONCE
 
 
 def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
-    """Replaces the predictions in revisions by those the model makes now.
+    """Replaces the predictions in revisions by the model's current ones.
 
     In another precision or on another machine, predictions that are nearly ties can differ from those in the file.
     """
@@ -42,7 +42,7 @@ def measure(
 ) -> list[Outcome]:
     """Edits each revision to its most likely alternative and measures the edited model on the control inputs `others`.
 
-    Each edit is made and measured on its own; sharing forwards changes no result.
+    Each edit is made and measured on its own; sharing forward passes does not change the results.
     """
     return [examined.outcome for _, examined in examine_all(method, model, revisions, others, on_done)]
 
@@ -71,7 +71,7 @@ class Examined:
     outcome: Outcome
     says: dict[str, str]  # answers to x and its paraphrases, by text
     says_others: list[str]  # answers to the control inputs
-    scores: NDArray[np.float32] | None  # of the control inputs' original predictions, if measured
+    scores: NDArray[np.float32] | None  # scores of the control inputs' original predictions, if measured
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Answers:
-    """What edited models make of a batch."""
+    """The edited models' answers to a batch, with scores and KL if measured."""
 
     texts: list[list[str]]  # by edit, then by input
     scores: Tensor | None  # (edits, inputs)
@@ -94,16 +94,16 @@ class _Answers:
 
 
 class Examiner:
-    """Runs edited models on control inputs. What the unedited model makes of them is computed once."""
+    """Runs edited models on control inputs. The unedited model's features are computed only once."""
 
     @torch.no_grad()
     @no_cudnn_attention()
     def __init__(self, model: TaskModel, others: Sequence[Revision], edits: int = 32, scores: bool = False):
-        """`edits` run in one forward. With `scores`, changes of scores and KL are measured too."""
+        """`edits` is the number per forward pass. With `scores`, changes of scores and KL are measured too."""
         self.model = model
         self.scores = scores
         self.edits = edits
-        self.parts = 1  # into which batches are cut to fit into the device's memory
+        self.parts = 1  # by which batches are divided to fit the device's memory
         self.encoded = model.encode([other.input for other in others], model.max_input_tokens)
         self.others = others
         self.controls = ControlInputs(others)
@@ -113,7 +113,7 @@ class Examiner:
     def _make_batches(self) -> None:
         lengths = [len(one["input_ids"]) * self.edits * self.parts for one in self.encoded]
         self.batches = [self._batch(batch) for batch in self.model.batches(lengths)]
-        # The position of each input when all batches are put end to end.
+        # The index of each input in the concatenation of all batches.
         self.position = np.argsort([index for batch in self.batches for index in batch.indices])
         self.scores_before: NDArray[np.float32] | None = None
         if self.scores:
@@ -174,7 +174,7 @@ class Examiner:
         return found
 
     def _in_order(self, parts: list[Tensor | None]) -> NDArray[np.float32] | None:
-        """The batches' values as (edits, inputs), in the order of the control inputs."""
+        """Concatenates the batches' values to (edits, inputs), in the order of the control inputs."""
         there = [part for part in parts if part is not None]
         return torch.cat(there, 1).cpu().numpy()[:, self.position] if there else None
 
@@ -200,7 +200,7 @@ class Examiner:
         return Rows(inputs, labels.repeat(*shape), (offsets + positions).flatten())
 
     def _scores(self, batch: _Batch, features: Tensor | None, edits: int) -> tuple[Tensor, Tensor]:
-        """Scores of the original predictions, and KL from the predictions before: (edits, inputs) each."""
+        """Returns scores of the original predictions, and KL from the unedited model: (edits, inputs) each."""
         assert features is not None
         assert batch.before is not None
         assert batch.row is not None
@@ -222,14 +222,14 @@ class Examiner:
             return sums.index_add(1, batch.row, torch.cat(values, 1)) / tokens
 
         score = mean_over_tokens(log_p)
-        # Log-odds for labels: log-probabilities near 0 could not be told apart in a figure.
+        # Log-odds for labels: a figure could not distinguish log-probabilities near 0.
         if batch.rows.labels.dim() == 1:
             score = score - torch.log1p(-score.exp().clamp(max=1 - 1e-7))
         return score, mean_over_tokens(moved)
 
 
 def _answer_each(model: TaskModel, texts: list[list[str]], parts: int) -> list[list[str]]:
-    """Answers to each edit's own texts. Shorter lists are filled up with their first text, so that rows line up."""
+    """Answers each edit's own texts. Shorter lists are padded with their first text, so that rows line up."""
     most = max(map(len, texts))
     columns = [[own[k] if k < len(own) else own[0] for own in texts] for k in range(most)]
     encoded = [model.encode(column, model.max_input_tokens) for column in columns]

@@ -1,4 +1,4 @@
-"""Ways to have many facts in one model at once: patches added up, merged by least squares, or used by scope."""
+"""Ways to hold many facts in one model: patches that are summed, merged by least squares or chosen by scope."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from factpatch.scope import Scope, predict_scoped
 
 Group = Sequence[Revision]
 Measure = Callable[[Examiner, Sequence[Patch], Group], list[Examined]]
-MAX_OTHERS = 2000  # inputs that a merge or a scope is fitted to
+MAX_OTHERS = 2000  # maximum number of inputs that a merge or a scope is fitted to
 
 
 def by_sum(model: TaskModel, others: Group, scope: str | None) -> Measure:

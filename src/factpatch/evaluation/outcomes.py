@@ -1,4 +1,4 @@
-"""From the edited model's answers to the values that metrics are made of."""
+"""Turns an edited model's answers into the per-edit values of the metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from factpatch.metrics import Booleans, Observation, Outcome, measure_all
 
 
 class ControlInputs:
-    """Inputs whose predictions should not change, with what is known about them before any edit.
+    """Inputs whose predictions should not change, with their predictions before any edit and their gold answers.
 
     Texts are numbered, so that the answers under many edits can be compared quickly. Texts that are equal after
     normalising share a number.
@@ -36,11 +36,11 @@ class ControlInputs:
         return np.fromiter(map(self._by_text.__getitem__, texts), np.int64, len(texts))
 
     def matches_answers(self, predictions: NDArray[np.int64]) -> Booleans:
-        """Which predictions are a gold answer of their input: (inputs,)."""
+        """Returns which predictions are a gold answer of their input: (inputs,)."""
         return (self.answers == predictions[:, None]).any(1)
 
     def apart_from(self, revisions: Iterable[Revision]) -> Booleans:
-        """Which inputs are neither an edited input nor a known paraphrase of one: (inputs,)."""
+        """Returns which inputs are neither an edited input nor a known paraphrase of one: (inputs,)."""
         own = {form for revision in revisions for form in own_forms(revision)}
         return ~np.isin(self.inputs, [self._by_form[form] for form in own if form in self._by_form])
 

@@ -41,8 +41,8 @@ Progress = Callable[[int], object]
 def precise(model: TaskModel, precision: str | None, baseline: bool) -> Iterator[None]:
     """Runs a block in the given precision, or in the default precision for measuring edits.
 
-    Searches for answers meet near ties, and fine-tuning, the baseline, stops at one. The rounding of bf16 would decide
-    some of these differently, so the default for both is float32; trained editors use TF32 products on a GPU.
+    Beam search meets near ties, and fine-tuning (the baseline) stops at one. The rounding of bf16 would resolve some
+    of them differently, so both use float32 by default; trained editors use TF32 products on a GPU.
     """
     near_ties = baseline or model.near_ties
     dtype = find_dtype(precision or ("fp32" if near_ties else None), model.device.type)
@@ -53,7 +53,7 @@ def precise(model: TaskModel, precision: str | None, baseline: bool) -> Iterator
 def sampled(
     model: TaskModel, revisions: Sequence[Revision], edits: int | None, retain: int | None, seed: int
 ) -> tuple[list[Revision], list[Revision]]:
-    """Samples revisions to edit, and control inputs. None stands for all."""
+    """Samples revisions to edit, and control inputs; a number that is None means all."""
     rng = random.Random(seed)
     candidates = editable(model, revisions)
     if not candidates:
@@ -76,7 +76,7 @@ def evaluate(
 ) -> Result | None:
     """Measures a method and writes edits.jsonl, details.safetensors, examples.json and, at the end, summary.json.
 
-    `others` are the control inputs. `settings` are recorded in summary.json, as is what `select` has `tried`. With
+    `others` are the control inputs. summary.json records `settings` and the settings that `select` `tried`. With
     `together`, edits are also measured in groups, and written to together.jsonl. A folder that already holds the
     finished results of the same run is left as it is. Predictions are recomputed, not taken from the revision file.
     Several processes share the work; only the main one writes, and the others return None.
@@ -120,7 +120,7 @@ def _measure_each(
     identity: dict[str, Any],
     on_done: Progress,
 ) -> tuple[ResumableLines | None, Result | None]:
-    """Measures each edit on its own and writes one line per edit; the caller finishes the lines' file."""
+    """Measures each edit on its own and writes one line per edit; the caller finishes the file."""
     size = method.at_once(model)
     batches = [edits[start : start + size] for start in range(0, len(edits), size)]
     lines = open_lines(folder / "edits.jsonl", identity)
@@ -135,7 +135,7 @@ def _measure_each(
         assert examiner is not None
         batch = batches[number]
         asked = [edit_of(revision) for revision in batch]
-        # Figures show single edits of the first batch; the others need not be cut into patches.
+        # Only the first batch is split into patches, because figures show its edits one by one.
         patches = method.propose(model, asked) if number == 0 else []
         changes = stack_patches(patches, model.layers) if patches else method.changes(model, asked)
         examined = examiner.examine(changes, batch)
@@ -175,13 +175,13 @@ def _conditions(
 
 
 def _rounded(count: int) -> str:
-    """A count with three digits: 4.42M."""
+    """Formats a count with three significant digits: 4.42M."""
     power = min(3, (len(str(count)) - 1) // 3)
     return f"{count / 1000**power:.3g}{['', 'K', 'M', 'B'][power]}"
 
 
 def _finished(folder: Path, conditions: Conditions) -> Result | None:
-    """The result of an earlier run under the same conditions; a folder with other results is refused."""
+    """Returns the result of an earlier run under the same conditions; refuses a folder with other results."""
     if not (folder / FILE).exists():
         return None
     try:

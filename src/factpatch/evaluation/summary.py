@@ -14,13 +14,13 @@ from factpatch.files import atomic_file
 from factpatch.metrics import METRICS, Outcome, intervals, summary
 
 FILE = "summary.json"
-VERSION = 1  # files of version 0.1 of factpatch have none, and count as 0
+VERSION = 1  # files of factpatch 0.1 have no version, which counts as 0
 ADVICE = "run factpatch evaluate with a new --output folder"
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What was measured, and how. A run resumes another only if all of this is equal."""
+    """What was measured, and how. A run can resume another only if all fields are equal."""
 
     task: str  # classify or answer
     method: str  # the name under which the method is registered
@@ -40,11 +40,11 @@ class Conditions:
     products: str | None = None  # precision of matrix products in float32
     together: list[int] = field(default_factory=list)  # numbers of facts edited together
     merge: str | None = None  # how their patches were merged
-    options: dict[str, Any] = field(default_factory=dict)  # what else the method says about its settings
+    options: dict[str, Any] = field(default_factory=dict)  # all other settings
 
     @classmethod
     def collect(cls, known: dict[str, Any]) -> Self:
-        """Settings by name; those that are not a field become `options`."""
+        """Makes conditions from settings by name; those without a field become `options`."""
         names = {one.name for one in fields(cls)}
         options = {key: value for key, value in known.items() if key not in names}
         return cls(**{key: value for key, value in known.items() if key in names}, options=options)
@@ -67,7 +67,7 @@ class Result:
         return cls(*found, edits=len(outcomes), retain_inputs=retain_inputs, seconds=seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object, with each metric as a key of its own."""
+        """Returns the JSON object, with each metric as a key of its own."""
         sizes = {"edits": self.edits, "retain_inputs": self.retain_inputs, "seconds": self.seconds}
         curve = {"curve": [point.to_dict() for point in self.curve]} if self.curve else {}
         low_and_high = {key: list(pair) for key, pair in self.intervals.items()}
@@ -106,7 +106,7 @@ class JointResult:
 
 @dataclass(frozen=True)
 class Summary:
-    """One method, measured."""
+    """The content of summary.json: one evaluated method."""
 
     conditions: Conditions
     result: Result
@@ -115,7 +115,7 @@ class Summary:
     version: int = VERSION
 
     def write(self, folder: Path, on_written: Callable[[], object] = lambda: None) -> None:
-        """Writes the file. `on_written` is called when its content is on the disk, before it gets its name."""
+        """Writes the file. `on_written` is called after the content is written, before the file gets its name."""
         content = {
             "version": self.version,
             **asdict(self.conditions),
@@ -129,7 +129,7 @@ class Summary:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The summary in a folder, also one that an older version wrote."""
+        """Reads the summary in a folder, also if an older version wrote it."""
         path = folder / FILE
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ class Summary:
         except InputError as error:
             raise InputError(f"{error}; {ADVICE}") from None
         names = {one.name for one in fields(Conditions)}
-        if not version:  # whose mean KL left out the predictions that had flipped
+        if not version:  # factpatch 0.1 left flipped predictions out of KL
             result.metrics.update(kl_mean=None, kl_worst=None)
         environment = {key: found[key] for key in ("versions", "device") if key in found}
         conditions = Conditions(**{key: value for key, value in found.items() if key in names})
@@ -167,7 +167,7 @@ class Summary:
 
 
 def _number(record: dict[str, Any], key: str) -> float | None:
-    """A finite number, or None."""
+    """Returns a finite number, or None."""
     found = record.get(key)
     if found is not None and not isinstance(found, int | float):
         raise InputError(f'expected a number or null in "{key}", found {shown(found)}')
@@ -183,5 +183,5 @@ def _intervals(found: Any) -> dict[str, tuple[float, float]]:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON, shortened for an error message."""
+    """Formats a value as JSON, shortened for an error message."""
     return json.dumps(value, ensure_ascii=False)[:60]

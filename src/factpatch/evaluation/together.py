@@ -1,7 +1,7 @@
-"""Joint edits: N facts in one model at the same time, through one merged patch.
+"""Joint edits: N facts in one model at the same time.
 
-For each N, the edits are cut into disjoint groups of N. The patches of a group are merged into one patch, and each
-edit of the group is measured in the model that carries it.
+For each N, the edits are cut into disjoint groups of N. The patches of a group are merged or, with a
+scope, chosen by input, and each edit of the group is measured in the resulting model.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from factpatch.models import TaskModel
 from factpatch.processes import from_first
 
 FILE = "together.jsonl"
-COVERED = 256  # edits that are measured alone, and that the groups of one size cover unless one group is larger
+COVERED = 256  # edits that are measured alone, and in groups of each size unless one group is larger
 
 
 @dataclass(frozen=True)
 class Together:
-    """How many facts to edit together, and how to merge their patches."""
+    """How many facts to edit together, and how to combine their patches."""
 
     sizes: tuple[int, ...]
     merge: str = "sum"  # a key of MERGES
@@ -56,14 +56,14 @@ def about_different_facts(edits: Sequence[Revision]) -> list[Revision]:
 
 
 def count_groups(edits: int, size: int) -> int:
-    """How many groups of a size are measured."""
+    """Returns how many groups of a size are measured."""
     if size > edits:
         raise InputError(f"--together {size} needs {size} edits, found {edits}; lower it, or raise --edits")
     return min(edits // size, max(1, COVERED // size))
 
 
 def count_joint_edits(edits: int, sizes: Sequence[int]) -> int:
-    """How many edits are measured in groups of all sizes."""
+    """Returns how many edits are measured in groups, over all sizes."""
     return sum(size * count_groups(edits, size) for size in sizes)
 
 
@@ -77,7 +77,7 @@ def measure_together(
     settings: dict[str, Any],
     on_done: Callable[[int], object],
 ) -> tuple[ResumableLines | None, tuple[JointResult, ...]]:
-    """Measures all groups and writes one line per edit; the caller finishes the lines' file."""
+    """Measures all groups and writes one line per edit; the caller finishes the file."""
     groups = [
         edits[k * size : (k + 1) * size] for size in together.sizes for k in range(count_groups(len(edits), size))
     ]
@@ -101,7 +101,7 @@ def measure_together(
 
 
 def _whole_groups(lines: int, groups: Sequence[Sequence[Revision]]) -> int:
-    """How many groups an interrupted run has finished."""
+    """Returns how many groups an interrupted run has finished."""
     for number, group in enumerate(groups):
         if lines < len(group):
             return number

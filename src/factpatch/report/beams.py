@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LINE = 0.21  # inches
 WIDTH = 8.0
-POINTS = 70  # points per inch, less a little that the layout keeps free
+POINTS = 70  # points per inch (72), less the layout's margins
 LEFT, RIGHT = 0.02, 0.96  # shares of the width between which text is written
 EDGES = {"before": 0.05, "after": 0.53}  # where the columns begin
 COLUMN = 0.42  # their width
@@ -60,7 +60,7 @@ def _draw_panel(axes: Axes, row: Row, target: str, lines: int) -> None:
 
 
 def _question(row: Row) -> list[str]:
-    """The text in at most two lines."""
+    """Wraps the text to at most two lines."""
     text = " ".join(row.text.split())[:500] or "-"
     letters = int((RIGHT - LEFT - 0.04) * WIDTH * POINTS / (_width(text, bold=False) / len(text)))
     return [_fit(line, RIGHT - LEFT) for line in textwrap.wrap(text, letters, max_lines=2, placeholder=" …")]
@@ -77,7 +77,7 @@ def _fit(text: str, share: float, bold: bool = False) -> str:
 
 
 def _width(text: str, bold: bool) -> float:
-    """The width of a text in points."""
+    """Returns the width of a text in points."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WIDTH = 9.0  # inches
 DARK, BLUE, ORANGE = "#1b3a5c", "#2a5f98", "#d55e00"
 
-# Dashes and markers differ too, so that lines can be told apart in greyscale.
+# Dashes and markers differ too, so that lines can be distinguished in greyscale.
 STROKES: list[dict[str, Any]] = [
     {"color": "#000000", "linestyle": "-", "marker": "o"},
     {"color": ORANGE, "linestyle": "--", "marker": "s"},

@@ -15,10 +15,10 @@ SAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Contest:
-    """Systems of one model, scored under random weightings of success, retain and equivalence.
+    """Methods on one model (“systems”), scored under random weightings of success, retain and equivalence.
 
     Weights are drawn from Dirichlet(1, 1, 1). The share of weightings under which a system wins says how much the
-    choice of weights matters. It is not a confidence: it knows nothing about the number of edits.
+    choice of weights matters. It is not a confidence level, because it ignores the number of edits.
     """
 
     task: str
@@ -30,7 +30,7 @@ class Contest:
 
 
 def contests(runs: Sequence[Evaluation], seed: int) -> list[Contest]:
-    """One contest for each model with at least two systems that have all three metrics."""
+    """Makes a contest for each model with at least two systems that have all three metrics."""
     found = []
     for group in grouped(runs):
         scores = {run.label: s for run in group.runs if (s := _three_scores(run)) is not None}
@@ -43,7 +43,7 @@ def contests(runs: Sequence[Evaluation], seed: int) -> list[Contest]:
 
 
 def differing_conditions(runs: Sequence[Evaluation]) -> list[str]:
-    """The conditions in which runs differ, so that their values should not be ranked."""
+    """Returns the conditions in which runs differ; if there are any, their values should not be ranked."""
     conditions = {
         "precision": {run.conditions.precision for run in runs},
         "number of edits": {run.result.edits for run in runs},
@@ -55,15 +55,15 @@ def differing_conditions(runs: Sequence[Evaluation]) -> list[str]:
 
 
 def weigh(scores: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Totals and wins of systems from their scores, (systems, 3). A tie is half a win."""
+    """Computes totals and wins of systems from their scores, (systems, 3). A tie is half a win."""
     weights = np.random.default_rng(seed).dirichlet(np.ones(3), SAMPLES)  # (samples, 3)
-    # The differences are weighted rather than the totals, so that equal systems tie whatever the rounding.
+    # The differences are weighted rather than the totals, so that equal systems tie despite rounding.
     lead = (scores[:, None] - scores) @ weights.T  # (systems, systems, samples)
     return scores @ weights.T, ((lead > 0) + 0.5 * (lead == 0)).mean(-1)
 
 
 def _three_scores(run: Evaluation) -> list[float] | None:
-    """Success, retain and equivalence: on generated paraphrases if there are any, otherwise on human ones."""
+    """Returns success, retain and equivalence, the last on generated paraphrases if any, otherwise on human ones."""
     metrics = run.result.metrics
     success, retain, equivalence = (metrics[key] for key in ("success", "retain", "equivalence"))
     equivalence = metrics["equivalence_human"] if equivalence is None else equivalence
@@ -71,7 +71,7 @@ def _three_scores(run: Evaluation) -> list[float] | None:
 
 
 def cosines(runs: Sequence[Evaluation]) -> np.ndarray:
-    """Mean cosine between the updates of each two runs over the edits they share: (runs, runs), NaN without any."""
+    """Returns the mean cosine between two runs' updates of the same edits: (runs, runs), NaN if they share none."""
     return np.array([[_cosine(a, b) for b in runs] for a in runs])
 
 
@@ -115,7 +115,7 @@ class Grid:
 
     @property
     def shares(self) -> np.ndarray:
-        """The values relative to the largest."""
+        """Returns the values relative to the largest one."""
         return self.values / np.nanmax(self.values)
 
 

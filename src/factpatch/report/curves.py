@@ -62,7 +62,7 @@ def draw_comparison(trainings: Sequence[Training]) -> Figure:
 
 
 def _measured(trainings: Sequence[Training]) -> dict[str, str]:
-    """The rates to show, with labels. Only some data has paraphrases written by people."""
+    """Returns the rates to show, with labels. Only some data has paraphrases written by people."""
     shown = [key for key in RATES if key != "equivalence_human" or any(t.has(key) for t in trainings)]
     return {key: METRICS[key].label.lower() for key in shown}
 

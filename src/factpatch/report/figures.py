@@ -32,7 +32,7 @@ PANELS = 5  # heat maps side by side
 def list_figures(
     runs: Sequence[Evaluation], trainings: Sequence[Training], contests: Sequence[Contest]
 ) -> dict[str, Callable[[], Figure]]:
-    """Functions that draw each figure for which there is something to show, by file name."""
+    """Returns a drawing function for each figure that has data, by file name."""
     detailed = [(run, run.details) for run in runs if run.details is not None]
     changing = [run for run, details in detailed if any(size > 0 for size in details.magnitudes.values())]
     sketched = [run for run, details in detailed if details.sketches]
@@ -59,7 +59,7 @@ def list_figures(
 
 
 def draw_logits(run: Evaluation, details: Details) -> Figure:
-    """Draws scores of control inputs; an ideal edit leaves all on the diagonal (Figure 3 of De Cao et al.)."""
+    """Draws scores of control inputs; an ideal edit leaves all points on the diagonal (Figure 3 of De Cao et al.)."""
     figure = new_figure(5.3, 5.8)
     axes = figure.add_subplot()
     flipped = details.changed
@@ -117,14 +117,14 @@ def draw_magnitudes(groups: Sequence[Group]) -> Figure:
 
 
 def _grids(runs: Sequence[Evaluation]) -> dict[str, Grid]:
-    """Changes by label of the run. Weights that only other methods change have changed by 0."""
+    """Arranges each run's changes, by its label. Weights that only other runs change count as changed by 0."""
     changes = {run.label: run.details.magnitudes for run in runs if run.details}
     nothing = dict.fromkeys((weight for magnitudes in changes.values() for weight in magnitudes), 0.0)
     return {label: grid(nothing | magnitudes) for label, magnitudes in changes.items()}
 
 
 def _arrange(grids: Sequence[Grid]) -> tuple[int, int, bool]:
-    """Lines, columns, and whether each panel needs its own labels instead of sharing those of its line and column."""
+    """Returns lines, columns, and whether each panel needs its own labels instead of sharing those of its line."""
     lines = ceil(len(grids) / PANELS)
     columns = ceil(len(grids) / lines)
     alike = len({(*found.rows, *found.columns) for found in grids}) == 1
@@ -203,7 +203,7 @@ def _hatch(axes: Axes, cells: np.ndarray) -> None:
 
 
 def draw_cosines(groups: Sequence[Group]) -> Figure:
-    """Draws how similar the updates of each two methods are (Table 2 of De Cao et al.)."""
+    """Draws how similar the updates of any two methods are (Table 2 of De Cao et al.)."""
     heights = [1.0 + _rows_height([run.label for run in group.runs]) for group in groups]
     figure = new_figure(sum(heights) + 0.3, 3.6 + 0.75 * max(len(group.runs) for group in groups))
     figure.suptitle("Mean cosine between updates of the same edit")
@@ -235,7 +235,7 @@ def draw_contests(contests: Sequence[Contest]) -> Figure:
 
 
 def _draw_densities(axes: Axes, totals: np.ndarray) -> None:
-    """Draws one row per system, each scaled to its own peak, so that a narrow one does not flatten the others."""
+    """Draws one row per system, each scaled to its own peak, so that narrow distributions do not flatten others."""
     for row, scores in enumerate(totals):
         middle, reach = (scores.max() + scores.min()) / 2, max(np.ptp(scores), 0.2) / 2
         counts, edges = np.histogram(scores, bins=24, range=(middle - reach, middle + reach))
@@ -251,7 +251,7 @@ def _draw_densities(axes: Axes, totals: np.ndarray) -> None:
 
 
 def _draw_matrix(axes: Axes, values: np.ndarray, labels: Sequence[str], lowest: float, digits: int) -> None:
-    """Draws a heat map with numbers in the cells. Columns are numbered like the rows, as long labels do not fit."""
+    """Draws a heat map with numbers in the cells. Columns show row numbers, because long labels do not fit."""
     axes.imshow(values, vmin=lowest, vmax=1, cmap="cividis", aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         light = np.isnan(value) or (value - lowest) / (1 - lowest) > 0.5
@@ -268,7 +268,7 @@ def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
 
 
 def _rows_height(labels: Sequence[str]) -> float:
-    """The height in inches that leaves room for all lines of the longest label."""
+    """Returns the height in inches that leaves room for all lines of the longest label."""
     return len(labels) * max(0.45, *(0.18 * (wrapped(label).count("\n") + 1) for label in labels))
 
 

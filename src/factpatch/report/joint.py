@@ -1,4 +1,4 @@
-"""Facts edited together: metrics against the number of facts in one merged patch."""
+"""Figure of facts edited together: metrics against the number of facts in one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result folders of `factpatch evaluate` and `factpatch train`, read and checked."""
+"""Reads and checks the result folders of `factpatch evaluate` and `factpatch train`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TASKS = {"classify": "Fact-checking", "answer": "Question answering"}  # in the 
 
 @dataclass(frozen=True)
 class Details:
-    """What lies behind the rates of the first edits. Arrays are empty where nothing was recorded."""
+    """Scores and updates of the first edits, for figures. Arrays are empty where nothing was recorded."""
 
     before: np.ndarray  # (pairs,)  the unedited model's score of its own prediction for a control input
     after: np.ndarray  # (pairs,)  the edited model's score of the same prediction
@@ -62,9 +62,9 @@ class Example:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One method, measured."""
+    """One evaluated method."""
 
-    name: str  # the folder's, with as much of its path as sets it apart from the others
+    name: str  # the folder's name, with as many parents as make it unique
     label: str  # the method and its settings; unique among the runs of one model
     conditions: Conditions
     result: Result
@@ -77,7 +77,7 @@ class Evaluation:
         return self.conditions.fingerprint or str(self.conditions.model)
 
     def joint_label(self) -> str:
-        """The label with the way in which patches were merged."""
+        """Returns the label with the way in which patches were merged."""
         merged = f", merged by {self.conditions.merge}" if self.conditions.merge else ""
         return self.label.removesuffix(merged) + merged
 
@@ -99,7 +99,7 @@ class Training:
     lines: tuple[dict[str, Any], ...]
 
     def series(self, key: str) -> np.ndarray:
-        """The values of one figure, (validations,); NaN where it is missing."""
+        """Returns the values of one metric, (validations,); NaN where it is missing."""
         values = (_finite(line.get(key)) for line in self.lines)
         return np.array([math.nan if value is None else value for value in values])
 
@@ -107,7 +107,7 @@ class Training:
         return bool(np.isfinite(self.series(key)).any())
 
     def constraints(self) -> list[str]:
-        """The names of figures with a margin, such as kl."""
+        """Returns the names of metrics with a margin, such as kl."""
         keys = dict.fromkeys(key for line in self.lines for key in line)
         return [key for key in keys if f"{key}_margin" in keys]
 
@@ -132,7 +132,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Training]]:
 
 
 def _with_unique_labels(runs: Sequence[Evaluation]) -> list[Evaluation]:
-    """Adds the way of merging to labels that coincide, or else the folder's name."""
+    """Adds the way of merging, or else the folder's name, to labels that are equal."""
     found = list(runs)
     for extend in (Evaluation.joint_label, lambda run: f"{run.label} ({run.name})"):
         times = Counter((run.model, run.label) for run in found)
@@ -143,7 +143,7 @@ def _with_unique_labels(runs: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names; where two coincide, with the names of their parents."""
+    """Returns the folders' names, with those of their parents if two names are equal."""
     for depth in range(1, max((len(folder.parts) for folder in folders), default=0)):
         names = ["-".join(folder.parts[1:][-depth:]) for folder in folders]
         if len(set(names)) == len(names):
@@ -164,7 +164,7 @@ def grouped(runs: Sequence[Evaluation]) -> list[Group]:
 
 
 def model_name(conditions: Conditions) -> str:
-    """Such as "bert, 110M parameters (runs/fc)"."""
+    """Names a model for titles, such as "bert, 110M parameters (runs/fc)"."""
     path = Path(conditions.model or "a model without a name")
     name = path.name if path.is_absolute() else str(path)
     return f"{conditions.model_kind} ({name})" if conditions.model_kind else name
@@ -183,7 +183,7 @@ def _read_evaluation(folder: Path, name: str) -> Evaluation:
 
 
 def _label(conditions: Conditions) -> str:
-    """Such as "Zhu et al., all, m = 1e-4". A method that is not registered is shown by its own name."""
+    """Names a run, such as "Zhu et al., all, m = 1e-4". A method that is not registered is shown by its own name."""
     method = METHODS.get(conditions.method)
     label = method.label if method else conditions.method
     parts = [f"{label} + loop" if conditions.loop > 1 else label]
@@ -239,7 +239,7 @@ def _row(record: dict[str, Any]) -> Row:
 
 
 def _is_training(folder: Path) -> bool:
-    """Whether a folder is a training run's. A fine-tuned model has files of the same names, but no result in them."""
+    """Returns whether a folder is an editor's training run. `fit` writes files of the same names, but other keys."""
     config, metrics = folder / "config.json", folder / "metrics.jsonl"
     if not config.is_file() or not metrics.is_file():
         return False
@@ -248,7 +248,7 @@ def _is_training(folder: Path) -> bool:
 
 
 def _read_lines(path: Path) -> tuple[dict[str, Any], ...]:
-    """One line per validation."""
+    """Reads metrics.jsonl, which has one line per validation."""
     lines = []
     for number, line in enumerate(_text(path).splitlines(), start=1):
         if not line.strip():

@@ -1,4 +1,4 @@
-"""Numbers behind the tables and figures as CSV, and writing all tables to files."""
+"""Writes all tables to files, and the numbers behind tables and figures as CSV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from factpatch.report.tables import Section, latex, markdown
 def write_tables(
     table: Sequence[Section], runs: Sequence[Evaluation], contests: Sequence[Contest], folder: Path
 ) -> list[Path]:
-    """Writes table.md, table.tex, table.csv, together.csv and dirichlet.csv, as far as there is something to show."""
+    """Writes table.md, table.tex, table.csv, together.csv and dirichlet.csv, each only if it has content."""
     texts: dict[str, str] = {}
     if runs:
         texts |= {"table.md": markdown(table), "table.tex": latex(table), "table.csv": raw_numbers(runs)}
@@ -33,13 +33,13 @@ def write_tables(
 
 
 def raw_numbers(runs: Sequence[Evaluation]) -> str:
-    """CSV: rates from 0 to 1 with their intervals; empty where there is none."""
+    """Returns a CSV of rates from 0 to 1 with their intervals; missing values are empty."""
     rows = [[*_about(run), run.name, *_numbers(run.result)] for group in grouped(runs) for run in group.runs]
     return _csv([["task", "model", "method", "run", *_number_titles()], *rows])
 
 
 def joint_numbers(runs: Sequence[Evaluation]) -> str:
-    """CSV: the same rates for facts that were edited together."""
+    """Returns a CSV of the same rates for facts that were edited together."""
     rows = [
         [*_about(run), run.conditions.merge, point.facts, point.groups, *_numbers(point.result)]
         for group in grouped(runs)
@@ -64,7 +64,7 @@ def _numbers(result: Result) -> list[float | None]:
 
 
 def win_shares(contests: Sequence[Contest]) -> str:
-    """CSV: for every two systems, the share of random weightings under which the first scores higher."""
+    """Returns a CSV with the share of random weightings under which one system scores higher than another."""
     rows: list[list[object]] = [["task", "system", "other", "share_of_weightings"]]
     for contest in contests:
         for i, system in enumerate(contest.labels):

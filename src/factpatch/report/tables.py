@@ -19,7 +19,7 @@ from factpatch.report.runs import Evaluation, Group, grouped
 NOTHING = "-"
 NOTES = [
     "Equivalence: generated paraphrases / paraphrases written by people.",
-    "In brackets: 95 % intervals. Bold: the best of a column, and all that its interval does not set apart.",
+    "In brackets: 95 % intervals. Bold: the best value of a column, and those that intervals do not set apart from it.",
 ]
 POWER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e(-?\d+)\b")
 LATEX_SPECIAL = {
@@ -37,7 +37,7 @@ LATEX_SPECIAL = {
 
 @dataclass(frozen=True)
 class Number:
-    """One number as shown."""
+    """One number in the table."""
 
     value: str
     interval: str  # empty where there is none
@@ -46,7 +46,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Line:
-    """One run."""
+    """The row of one run."""
 
     label: str
     cells: list[list[Number]]  # by column; a column has several numbers if metrics share it
@@ -79,7 +79,7 @@ class Column:
 
 
 def columns() -> list[Column]:
-    """The columns of the table, from the table of metrics."""
+    """Returns the columns of the table, from METRICS."""
     shown = {key: metric for key, metric in METRICS.items() if metric.in_tables}
     return [
         Column({key: metric, **{k: m for k, m in shown.items() if m.column_of == key}})
@@ -108,7 +108,7 @@ def _section(group: Group) -> Section:
 
 
 def best_runs(runs: Sequence[Evaluation], key: str) -> set[int]:
-    """The indices of the runs with the best value of a metric, and of those that intervals do not set apart from it."""
+    """Returns the indices of the best run by a metric, and of those that the intervals do not distinguish from it."""
     metric = METRICS[key]
     values = {i: value for i, run in enumerate(runs) if (value := run.result.metrics[key]) is not None}
     goodness = {i: metric.goodness(value) for i, value in values.items()}
@@ -138,7 +138,7 @@ def _number(run: Evaluation, key: str, best: bool) -> Number:
 
 
 def _kept(numbers: Sequence[Number]) -> list[Number]:
-    """The numbers of a cell; missing ones are shown only where the cell would be empty."""
+    """Returns the numbers of a cell; a missing one is shown only if it comes first."""
     return [number for i, number in enumerate(numbers) if i == 0 or number.value != NOTHING]
 
 
@@ -166,7 +166,7 @@ def _markdown_text(text: str) -> str:
 
 
 def latex(table: Sequence[Section]) -> str:
-    """Each run has a row of numbers and, below it, a row of intervals, so that the table fits a page."""
+    """Formats each run as a row of numbers with a row of intervals below it, so that the table fits a page."""
 
     def bold(number: Number) -> str:
         return f"\\textbf{{{latex_text(number.value)}}}" if number.best else latex_text(number.value)
@@ -215,7 +215,7 @@ def latex_text(text: str) -> str:
 
 
 def terminal_table(table: Sequence[Section]) -> TerminalTable:
-    """Intervals stand below their numbers, so that the table fits 80 columns."""
+    """Formats the table with intervals below their numbers, so that it fits 80 columns."""
 
     def show(number: Number) -> str:
         return f"[bold]{number.value}[/]" if number.best else number.value

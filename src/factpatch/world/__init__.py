@@ -1,4 +1,4 @@
-"""The embedded world: facts of 1 January 2018, what has changed since, a small model trained on them and its editor."""
+"""The embedded world: facts of 1 January 2018, a small model that knows them, its editor, and the changes since."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REVISIONS = FOLDER / "revisions.jsonl.gz"  # the changes as edits, and other fac
 
 @dataclass(frozen=True)
 class Relation:
-    """The questions for one kind of fact. Every wording has one {} for the subject."""
+    """The wordings of the question for one kind of fact, each with {} for the subject."""
 
     wordings: tuple[str, ...]
-    held_out: tuple[str, ...]  # used in no training, to test whether edits generalise
+    held_out: tuple[str, ...]  # never used in training, to test whether edits generalise
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def changes() -> tuple[Change, ...]:
 
 @cache
 def changed() -> frozenset[str]:
-    """The ids of the facts whose answers have changed since 2018."""
+    """Returns the ids of the facts whose answers have changed since 2018."""
     return frozenset(change.fact.id for change in changes())
 
 
