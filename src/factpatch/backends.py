@@ -1,4 +1,4 @@
-"""Context managers that select torch's own kernels."""
+"""Context managers that choose which kernels torch uses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @contextmanager
 def no_cudnn_attention() -> Iterator[None]:
-    """Computes attention with any kernel but cuDNN's.
+    """Disables cuDNN's attention kernels.
 
-    On recent GPUs torch prefers cuDNN, which needs some ten milliseconds to plan for each new shape, and for short
-    texts is slower even after that.
+    On recent GPUs torch prefers cuDNN, which needs about ten milliseconds of planning for each new shape, and
+    is slower for short texts even after that.
     """
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         yield

@@ -1,4 +1,4 @@
-"""What a model's layers usually read: the second moment of each layer's inputs over a sample of ordinary texts."""
+"""The second moment (uncentred covariance) of each layer's inputs over a sample of ordinary texts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from factpatch.models.rows import Encoded
 from factpatch.patch import weight_shape
 
 FORMAT = "factpatch-covariance-1"
-FLOOR = 1e-3  # of the mean diagonal
-BYTES_AT_ONCE = {"cpu": 1 << 30, "cuda": 8 << 30}  # memory for the sums of the layers that share a pass
+FLOOR = 1e-3  # added to the diagonal, as a multiple of its mean
+BYTES_AT_ONCE = {"cpu": 1 << 30, "cuda": 8 << 30}  # memory for the sums that are computed in one pass over the texts
 
 Example = tuple[str, str]  # a text, and the answer that the decoder of an encoder-decoder reads
 Visit = Callable[[list[int], str, Tensor], None]
@@ -39,7 +39,7 @@ Under = Callable[[list[int]], Mapping[str, Delta]]
 def visit_inputs(
     model: TaskModel, examples: Sequence[Example], names: Iterable[str], visit: Visit, under: Under | None = None
 ) -> None:
-    """Runs the examples and calls `visit(indices, name, X)` with what each layer reads, X (examples, tokens, in).
+    """Runs the examples and calls `visit(indices, name, X)` with each layer's inputs X (examples, tokens, in).
 
     The model runs unedited, or under the stacks of changes that `under(indices)` returns for a batch.
 
@@ -53,7 +53,7 @@ def visit_inputs(
                 x = args[0]
                 if len(indices) > 1 and x.dim() > 2 and x.shape[0] != len(indices):
                     raise ModelError(
-                        f"{name} sees inputs of shape {tuple(x.shape)}, not one row per text first; "
+                        f"{name} gets inputs of shape {tuple(x.shape)}, whose first dimension is not the texts; "
                         "models of this architecture cannot be edited"
                     )
                 visit(indices, name, x.reshape(len(indices), -1, x.shape[-1]))
@@ -87,11 +87,11 @@ def _length(encoded: Encoded) -> int:
 
 
 def find_readers(model: TaskModel, example: Example) -> dict[str, str]:
-    """Maps each weight to the first one that reads the very same input; query, key and value projections share theirs.
+    """Maps each weight to the first one that reads the same input, as query, key and value projections do.
 
-    They come in the order in which they run; layers that do not run are left out.
+    Weights are in the order in which their layers run; layers that do not run are left out.
     """
-    read: dict[str, list[Tensor]] = {}  # keeps the tensors alive, so that no two of them have one id
+    read: dict[str, list[Tensor]] = {}  # keeps the tensors alive, so that all ids differ
 
     def remember(name: str) -> Callable[..., None]:
         return lambda _, args: read.setdefault(name, []).append(args[0])
@@ -105,7 +105,7 @@ def find_readers(model: TaskModel, example: Example) -> dict[str, str]:
 
 
 def passes(sizes: Mapping[str, int], device: torch.device) -> Iterator[list[str]]:
-    """Splits layers into groups whose sums, of so many float64 values each, fit into memory together."""
+    """Splits layers into groups whose sums fit into memory together; `sizes` counts the float64 values of each."""
     budget = BYTES_AT_ONCE.get(device.type, BYTES_AT_ONCE["cpu"]) // 8
     group: list[str] = []
     used = 0
@@ -121,7 +121,7 @@ def passes(sizes: Mapping[str, int], device: torch.device) -> Iterator[list[str]
 
 @dataclass(frozen=True, eq=False)
 class Covariance:
-    """C = mean of k kᵀ over the inputs k of each layer, for a sample of texts (with the model's own answers)."""
+    """C = mean of k kᵀ over the inputs k of each layer, for a sample of texts with the model's own answers."""
 
     base: str  # fingerprint of the model's weights
     sample: str  # sha256 of the texts
@@ -137,13 +137,13 @@ class Covariance:
         predictions: Mapping[str, str] | None = None,
         on_done: Callable[[int], object] = lambda texts: None,
     ) -> Covariance:
-        """Measures C; empty texts and texts too long for the model are skipped.
+        """Computes C. Empty texts and texts too long for the model are skipped.
 
-        `predictions` may supply answers of the model that are known already, which saves searching for them.
+        `predictions` may supply answers of the model that are already known, so that they are not generated again.
         """
         sample = sorted(model.encode_readable(list(texts)))
         if not sample:
-            raise InputError("expected a sample of other inputs, found no usable text; give ordinary inputs")
+            raise InputError("expected a sample of ordinary inputs, found no usable text; give some control inputs")
         known = dict(predictions or {})
         if model.kind != "classifier" and (missing := [text for text in sample if text not in known]):
             known.update(zip(missing, model.predict(missing), strict=True))
@@ -160,8 +160,8 @@ class Covariance:
     def of(self, name: str, device: torch.device) -> Tensor:
         """C of the inputs that a weight reads, in float64, with a floor on its diagonal: (in, in).
 
-        Layer norms keep inputs out of some directions altogether. Without the floor a change would be free there, until
-        an edit moves an activation into such a direction.
+        After a layer norm, inputs never point in some directions. Without the floor, changes in these directions would
+        cost nothing, yet they take effect once an edit moves an activation there.
         """
         C = self.moments[self.readers[name]].to(device, torch.float64, copy=True)
         C.diagonal().add_(FLOOR * C.diagonal().mean())
@@ -207,7 +207,7 @@ def sample_hash(texts: Iterable[str]) -> str:
 def _moments(
     model: TaskModel, examples: Sequence[Example], names: Sequence[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Sums of one batch in the given precision, sums of all batches in float64."""
+    """Computes C of the named layers: products of one batch in the given precision, sums over batches in float64."""
     sums: dict[str, Tensor] = {}
     counts = dict.fromkeys(names, 0)
 

@@ -1,4 +1,4 @@
-"""Changes of one weight: low-rank factors ΔW = Bᵀ A, or a dense matrix.
+"""Changes to one weight: low-rank factors ΔW = Bᵀ A, or a dense matrix.
 
 Both classes hold either a single change or a stack of changes, with one entry per edit in a leading dimension.
 """
@@ -119,8 +119,8 @@ def stack(changes: list[Delta | None], shape: tuple[int, int], like: Tensor) -> 
 
 
 def unstack(stacks: Mapping[str, LowRank]) -> list[dict[str, LowRank]]:
-    """Cuts stacks into one set of changes per edit, and drops rows that are zero in B, as those of padding are."""
-    # One transfer for all weights: a GPU would otherwise wait at each of thousands of small ones.
+    """Splits stacks into one set of changes per edit. Drops rows that are zero in B, which includes all padding."""
+    # One transfer for all weights: thousands of small ones would each wait for the GPU.
     used = torch.cat([stack.B.ne(0).any(-1) for stack in stacks.values()], dim=1).cpu()  # (edits, ranks)
     per_edit: list[dict[str, LowRank]] = [{} for _ in used]
     for (name, stack), used_rows in zip(stacks.items(), used.split([s.rank for s in stacks.values()], 1), strict=True):
@@ -149,5 +149,5 @@ def _pad_rank(factor: Tensor, rank: int) -> Tensor:
 
 
 def _add_product(output: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Returns output + left @ right; without gradients in place, which saves a copy of each layer's output."""
+    """Returns output + left @ right. Without gradients it adds in place, which saves a copy of each layer's output."""
     return torch.baddbmm(output, left, right) if torch.is_grad_enabled() else output.baddbmm_(left, right)

@@ -45,7 +45,7 @@ def find_dtype(precision: str | None, device: str | None = None) -> torch.dtype:
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """Versions and device, to be recorded with a result."""
+    """The versions and the device to record with a result."""
     import transformers
 
     from factpatch import __version__
@@ -56,7 +56,7 @@ def surroundings(device: torch.device) -> dict[str, Any]:
 
 
 def to_device(device: torch.device, values: NDArray[Any] | Sequence[int]) -> Tensor:
-    """Copies values to a device without waiting for it. Pinned memory keeps them valid until they are copied."""
+    """Copies values to a device without waiting for it. Pinned memory makes the copy asynchronous."""
     tensor = torch.as_tensor(values)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
@@ -64,8 +64,8 @@ def to_device(device: torch.device, values: NDArray[Any] | Sequence[int]) -> Ten
 def use_free_cores(model: Any) -> int:
     """Sets and returns torch's number of CPU threads for a TaskModel: one per idle core.
 
-    Threads that share a core with other work wait for each other, which costs far more than the core gives. A number
-    that the user has set with OMP_NUM_THREADS is kept.
+    A thread that shares a core with other work makes all other threads wait, which costs far more than it contributes.
+    A number that the user has set with OMP_NUM_THREADS is kept.
     """
     if model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(idle_cores())
@@ -78,7 +78,7 @@ def idle_cores(seconds: float = 0.2) -> int:
         return max(1, (os.cpu_count() or 1) - round(os.getloadavg()[0]))
     before = _core_times()
     time.sleep(seconds)
-    shares = [  # of the time since then that each core was idle
+    shares = [  # fraction of that time during which each core was idle
         (now[0] - then[0]) / max(1, now[1] - then[1]) for then, now in zip(before, _core_times(), strict=True)
     ]
     return max(1, round(sum(shares)))

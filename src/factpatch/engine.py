@@ -1,9 +1,9 @@
-"""The engine: captures the factors of edits' gradients, and runs many edits in one forward pass.
+"""Captures the factors of the edits' gradients, and runs many edits in one forward pass.
 
 For a linear layer with inputs X (tokens × in) and gradients of the edit loss at its outputs D (tokens × out), the
-gradient of its weight is Dᵀ X. Neither this gradient nor a change ΔW = Bᵀ A made from it needs a matrix of size
-out × in: the layer under the change computes `y = W x + (x Aᵀ) B`. Both functions here work on the layers themselves,
-for all edits of a batch at once, and leave the model as it was.
+gradient of its weight is Dᵀ X. Neither this gradient nor a change ΔW = Bᵀ A made from it needs a matrix of
+size out × in: the layer under the change computes `y = W x + (x Aᵀ) B`. Both functions here work on the layers, for
+all edits of a batch at once, and leave the model unchanged.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def capture(layers: Mapping[str, nn.Module], losses: Callable[[], Tensor]) -> di
 
 @contextmanager
 def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iterator[None]:
-    """Within this block every forward pass runs under the given changes, each a stack with one entry per edit.
+    """Runs every forward pass of a `with` block under the given changes, each a stack with one entry per edit.
 
     Rows are edit-major: with E edits, the first 1/E of the rows run under the first edit, and so on. Beam search keeps
     that order when it repeats rows for its beams, and cached keys and values belong to their rows, so both work.
@@ -136,8 +136,8 @@ def _restore(layer: nn.Module, forward: Callable[..., Tensor] | None) -> None:
 class _EditedLinear(torch.autograd.Function):
     """y = W x + (x Aᵀ) B for a frozen layer.
 
-    Autograd alone would compute the same with extra copies. Here the sum is accumulated into W x, and in the backward
-    pass the factors' part of x's gradient into Wᵀ's. On a GPU memory traffic limits the speed, and a kernel avoids it.
+    Plain autograd would need extra copies. Here (x Aᵀ) B is added to W x in place, and in the backward pass the
+    factors' part of x's gradient is added to the layer's own. On a GPU one kernel does both, to save memory traffic.
     """
 
     @staticmethod
@@ -181,7 +181,7 @@ def _edited_product(layer: nn.Module, x: Tensor, A: Tensor, B: Tensor) -> tuple[
 
 
 def _has_kernel(layer: nn.Module, x: Tensor, factor: Tensor) -> bool:
-    """Whether the kernel applies: a plain layer in half precision, a low rank, and rows enough to fill its tiles."""
+    """Whether the kernel applies: a plain layer in half precision, a low rank, and enough rows to fill its tiles."""
     return (
         type(layer) is nn.Linear
         and x.dtype == layer.weight.dtype

@@ -54,7 +54,7 @@ def same(a: str, b: str) -> bool:
 
 
 def read_edits(path: str | Path, skip_bad: bool = False) -> tuple[list[FactEdit], int]:
-    """Reads facts to edit, one `{"input": ..., "target": ...}` per line, and counts the bad lines that it skips."""
+    """Reads facts to edit, one `{"input": ..., "target": ...}` per line. Also returns the number of skipped lines."""
     bad: list[str] = []
     edits = list(read_jsonl(path, _parse_edit, bad.append if skip_bad else None))
     if not edits:

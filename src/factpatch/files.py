@@ -66,7 +66,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 def files_into(folder: str | Path) -> Iterator[Path]:
     """Yields a scratch folder whose files are moved into `folder`, one by one, when the block ends without error.
 
-    Other files of `folder` are kept. If a move fails, the error names the files that were replaced and the others.
+    Other files of `folder` are kept. If a move fails, the error lists which files were replaced and which were not.
     """
     folder = Path(folder)
     with _as_file_errors(folder):
@@ -103,10 +103,10 @@ class ResumableLines:
     file's first line records the settings of the run. A run with the same settings resumes after the last complete
     chunk, so that it produces the same chunks, and therefore the same lines, as a run that was never interrupted. A
     run with other settings starts from scratch. `header` is an optional first line of the finished file, which is not
-    counted as a line. `seconds` adds up the time of all starts.
+    counted as a line. `seconds` is the total time, including that of interrupted runs.
 
-    The part file is locked, so that two processes cannot write the same output. Inside one process a new object takes
-    over from an older one for the same path, whose next write then fails.
+    The part file is locked, so that two processes cannot write the same output. Within one process, a new object
+    replaces an older one for the same path, whose next write then fails.
     """
 
     _open: ClassVar[WeakValueDictionary[Path, Self]] = WeakValueDictionary()
@@ -148,7 +148,7 @@ class ResumableLines:
                 if os.path.samestat(os.fstat(file.fileno()), self.part.stat()):
                     self._open[key] = self
                     return file
-            file.close()  # of a run that has just finished
+            file.close()  # another run has just finished and removed this part file
 
     def _taken(self) -> FileError:
         return FileError(f"another run is writing {self.path}; wait until it ends, or choose another --output")
@@ -173,7 +173,7 @@ class ResumableLines:
         return complete
 
     def keep(self, lines: int) -> None:
-        """Drops all but the first `lines` lines, for a caller that resumes at the start of one of its own batches."""
+        """Keeps only the first `lines` lines, for callers that resume at the start of one of their own batches."""
         with _as_file_errors(self.path), self.part.open("rb") as file:
             for _ in range(1 + lines):
                 file.readline()
@@ -250,7 +250,7 @@ def content_hash(path: str | Path) -> str:
 
 
 def _move_folder(new: Path, target: Path) -> None:
-    """Moves a folder to `target`. A folder that is there steps aside first, and returns if the move fails."""
+    """Moves a folder to `target`. An existing folder is set aside first, and restored if the move fails."""
     if not target.exists():
         os.rename(new, target)
         return

@@ -90,7 +90,7 @@ def _has_lone_surrogates(record: dict[str, Any]) -> bool:
 
 
 def required_text(record: dict[str, Any], key: str) -> str:
-    """A record's text under this key; an InputError if it has none."""
+    """The text under this key of a record. Raises an InputError if there is none."""
     found = record.get(key)
     if not isinstance(found, str):
         raise InputError(f'expected a text in "{key}", found {json.dumps(found)[:60]}')
@@ -98,7 +98,7 @@ def required_text(record: dict[str, Any], key: str) -> str:
 
 
 def text_list(record: dict[str, Any], key: str) -> tuple[str, ...]:
-    """A record's list of texts under this key; empty if it has none."""
+    """The list of texts under this key of a record; empty if there is none."""
     found = record.get(key)
     if found is None:
         return ()

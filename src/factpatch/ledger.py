@@ -1,4 +1,4 @@
-"""Ledger: the facts of one model over time. Every fact keeps its own patch, and the active ones merge into one."""
+"""Ledger: the facts of one model over time. Each fact has its own patch; those of active facts are merged into one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from factpatch.models import TaskModel
 from factpatch.patch import Patch
 from factpatch.scope import Scope, predict_scoped
 
-FEW = 16  # facts up to which the merge is solved from their rows, which may give small factors
-MOST_CACHED_BYTES = 512 << 20  # totals that are larger are computed from the rows again
+FEW = 16  # up to this many facts, the merge is solved from their rows, which may give small factors
+MOST_CACHED_BYTES = 512 << 20  # larger totals are not cached, but recomputed from the rows
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Verification:
-    """What the merged model says to its facts, and how many other answers it left unchanged."""
+    """The merged model's answers for all facts, and how many control inputs keep their answers."""
 
     verdicts: list[Verdict]
     others: int
@@ -54,9 +54,9 @@ class Verification:
 class Ledger:
     """Facts in one SQLite file, for one model.
 
-    A new ledger needs `others`, a sample of ordinary inputs whose answers should stay as they are, or the `covariance`
-    that was computed from one. `ridge` is λ; by default it is what the editor has learned, or 1. Without a model, facts
-    can be listed and removed.
+    A new ledger needs `others`, a sample of ordinary inputs whose answers should stay as they are, or a `covariance`
+    computed from such a sample. `ridge` is λ; by default the value that the editor has learned, or 1. Without a model,
+    facts can only be listed and removed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Ledger:
         self._model = model
         self.scope: Scope | None = None
         create = others is not None or covariance is not None
-        if create and not Path(path).exists():  # before there is a file, as this may fail
+        if create and not Path(path).exists():  # before the file is created, because this may fail
             covariance = self._prepare(covariance, others, ridge, mode)
         self.store = Store(path, create)
         try:
@@ -96,7 +96,7 @@ class Ledger:
         if ridge is not None and not 0 < ridge < float("inf"):
             raise InputError(f"expected a ridge above 0, found {ridge}")
         if mode not in MODES:
-            raise InputError(f"expected a mode out of {', '.join(MODES)}, found {mode!r}")
+            raise InputError(f"expected a mode among {', '.join(MODES)}, found {mode!r}")
         with unpatched(self.model):
             covariance = covariance or Covariance.compute(self.model, others or ())
             covariance.check_fits(self.model)
@@ -105,7 +105,7 @@ class Ledger:
     def _initialise(self, covariance: Covariance, ridge: float | None, mode: Mode) -> None:
         units = choose_units(self.model, covariance)
         with self.store.transaction():
-            if self.store.get_meta():  # the file was there, or another process was faster
+            if self.store.get_meta():  # another process was faster
                 return
             self.store.put_covariance(covariance.moments)
             self.store.put_cached("units", [], units)
@@ -126,7 +126,7 @@ class Ledger:
     @property
     def model(self) -> TaskModel:
         if self._model is None:
-            raise InputError("this needs the ledger's model; open the ledger with it")
+            raise InputError("this needs the ledger's model; pass the model when you open the ledger")
         return self._model
 
     @cached_property
@@ -146,7 +146,7 @@ class Ledger:
         return json.loads(self.meta["settings"])["mode"]
 
     def ridge(self, facts: Sequence[Fact]) -> dict[str, float]:
-        """λ of each weight: as set for this ledger, as the editors of these facts have learned it, or the default."""
+        """λ of each weight: the ledger's setting, else the value learned by these facts' editors, else the default."""
         given = json.loads(self.meta["settings"])["ridge"]
         known = self.store.get_meta()
         ridges = (json.loads(known.get(f"ridge of {fact.id}", "{}")) for fact in facts)
@@ -156,7 +156,7 @@ class Ledger:
     # Facts
 
     def facts(self, status: Status | None = "active") -> list[Fact]:
-        """The active facts, those of another status, or with None all that were ever added."""
+        """The facts with this status. None means all facts that were ever added."""
         return self.store.facts(status)
 
     def fact(self, fact_id: int) -> Fact:
@@ -175,8 +175,8 @@ class Ledger:
     ) -> list[Fact]:
         """Makes a patch for each edit, checks that it works, and records all of them, or none if one fails.
 
-        A fact about the same input is replaced. A fact that is active already stays as it is. `paraphrases` by input
-        are recorded for `verify`.
+        An active fact about the same input is replaced, unless it has the same target. `paraphrases`, by input, are
+        recorded for `verify`.
         """
         check_conflicts(edits)
         distinct = list({normalize(edit.x): edit for edit in edits}.values())
@@ -207,7 +207,7 @@ class Ledger:
                 if not same(answer, patch.edits[0].a):
                     raise InputError(
                         f"the edit of {patch.edits[0].x!r} to {patch.edits[0].a!r} failed: the patched model says "
-                        f"{answer!r}. Nothing was added; try other wording, or leave this fact out"
+                        f"{answer!r}. Nothing was added; try a different wording, or leave this fact out"
                     )
             return [(patch, self._rows(patch)) for patch in patches]
 
@@ -217,7 +217,7 @@ class Ledger:
         return grid_rows(self.model, patch, self.covariance, self.units)
 
     def remove(self, fact_id: int) -> None:
-        """Takes a fact out; its line and history stay. The merged patch is then as if it had never been added."""
+        """Removes a fact; its record and history stay. The merged patch is then as if it had never been added."""
         with self.store.transaction():
             fact = self.store.fact(fact_id)
             if fact.status != "active":
@@ -257,7 +257,7 @@ class Ledger:
         return solve_totals(self.model, totals, len(facts), self.units, self.covariance, self.ridge(facts)), totals
 
     def _totals(self, ids: Sequence[int]) -> Totals:
-        """The sums over facts, from those that are in the file where few facts have come or gone since."""
+        """The sums over facts. The cached sums are updated if few facts have been added or removed since."""
         before, totals = self.store.cached("totals") or ([], {})
         gone, new = set(before) - set(ids), set(ids) - set(before)
         if len(gone) + len(new) > len(ids):
@@ -279,9 +279,9 @@ class Ledger:
             self.store.drop_rows_of_others([*ids, *in_totals])
 
     def predict_scoped(self, inputs: Sequence[str]) -> list[str]:
-        """Answers each input under the patch of the fact that it is about, or as the unedited model does.
+        """Answers each input under the patch of the fact that it is about, or with the unedited model.
 
-        Which fact that is, if any, `self.scope` decides: a trained or a plain `Scope`.
+        `self.scope`, a trained or a plain `Scope`, decides which fact that is, if any.
         """
         if self.scope is None:
             raise InputError("the ledger has no scope yet; set ledger.scope to one, such as Scope.load(file, model)")
@@ -291,7 +291,7 @@ class Ledger:
         return predict_scoped(self.model, self.scope, patches, inputs)
 
     def verify(self, others: Sequence[str] = ()) -> Verification:
-        """Asks the merged model for every active fact and its paraphrases, and whether it answers others as before."""
+        """Runs the merged model on all active facts and their paraphrases, and counts unchanged answers to `others`."""
         facts = self.facts()
         texts = [text for fact in facts for text in (fact.x, *fact.paraphrases)]
         with unpatched(self.model):

@@ -21,8 +21,8 @@ from factpatch.errors import FileError, InputError
 from factpatch.facts import FactEdit, normalize
 from factpatch.patch import Patch
 
-VERSION = 1  # of the format, kept as SQLite's user_version
-APPLICATION = 0x46504C31  # SQLite's application_id of a ledger
+VERSION = 1  # of the file format, stored as SQLite's user_version
+APPLICATION = 0x46504C31  # SQLite's application_id, which marks a file as a ledger
 PATIENCE = 60.0  # seconds to wait for another process that is writing
 
 SCHEMA = """
@@ -74,14 +74,14 @@ class Fact:
 
 @dataclass(frozen=True)
 class Event:
-    """A line of a fact's history."""
+    """One entry of a fact's history."""
 
     time: str
     event: str
 
 
 class Store:
-    """Reads and writes the tables. Every change happens in a transaction: all of it, or nothing."""
+    """Reads and writes the tables. Every change is made in a transaction, completely or not at all."""
 
     def __init__(self, path: str | Path, create: bool = False, patience: float = PATIENCE):
         self.path = Path(path)
@@ -123,7 +123,7 @@ class Store:
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """Turns SQLite's errors into ours."""
+        """Turns SQLite's errors into FileErrors."""
         try:
             yield
         except sqlite3.Error as error:
@@ -136,7 +136,7 @@ class Store:
 
     @contextmanager
     def transaction(self, write: bool = True) -> Iterator[None]:
-        """One consistent view of the ledger; when writing, no other process can write meanwhile."""
+        """Gives one consistent view of the ledger; with `write`, no other process can write meanwhile."""
         with self.readable():
             self.db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
             try:
@@ -177,14 +177,14 @@ class Store:
         return [i for (i,) in self.db.execute("SELECT id FROM facts WHERE status = 'active' ORDER BY id")]
 
     def active_like(self, x: str) -> int | None:
-        """The active fact about an input, compared after normalising."""
+        """The id of the active fact whose input is the same after normalising, if any."""
         found = self.db.execute("SELECT id FROM facts WHERE form = ? AND status = 'active'", (normalize(x),)).fetchone()
         return found[0] if found else None
 
     def insert(
         self, edit: FactEdit, paraphrases: Iterable[str], note: str, patch: Patch, rows: Mapping[str, Tensor]
     ) -> int:
-        """Records a new active fact with its patch and what the merge needs to know of it."""
+        """Records a new active fact with its patch and the rows that the merge needs."""
         added = self.db.execute(
             "INSERT INTO facts (x, form, before, target, paraphrases, note, added, status)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, 'active')",
@@ -197,7 +197,7 @@ class Store:
         return added
 
     def retire(self, fact_id: int, status: Status, event: str) -> None:
-        """Ends a fact. Its line and its history stay, its patch goes."""
+        """Deactivates a fact. Its record and history stay; its patch is deleted."""
         self.db.execute("UPDATE facts SET status = ? WHERE id = ?", (status, fact_id))
         self.db.execute("DELETE FROM patches WHERE fact = ?", (fact_id,))
         self.record(fact_id, event)
@@ -223,7 +223,7 @@ class Store:
         return self.unpack(self.db.execute("SELECT tensors FROM token_rows WHERE fact = ?", (fact_id,)).fetchone()[0])
 
     def drop_rows_of_others(self, fact_ids: Iterable[int]) -> None:
-        """Deletes the rows of facts that no cached sum contains any more."""
+        """Deletes the rows of all facts but these: the active ones and those in cached sums."""
         kept = json.dumps(list(fact_ids))
         self.db.execute("DELETE FROM token_rows WHERE fact NOT IN (SELECT value FROM json_each(?))", (kept,))
 
@@ -235,7 +235,7 @@ class Store:
         return {name: self.unpack(blob)["C"] for name, blob in self.db.execute("SELECT name, tensors FROM covariance")}
 
     def cached(self, name: str) -> tuple[list[int], dict[str, Tensor]] | None:
-        """Tensors that were computed from the facts of these ids."""
+        """Cached tensors, with the ids of the facts that they were computed from."""
         found = self.db.execute("SELECT facts, tensors FROM cache WHERE name = ?", (name,)).fetchone()
         return (json.loads(found[0]), self.unpack(found[1])) if found else None
 
@@ -257,7 +257,7 @@ class Store:
 
 
 def pack(tensors: Mapping[str, Tensor]) -> bytes:
-    """A checksum, then the tensors as safetensors."""
+    """Serialises tensors: a checksum, followed by safetensors."""
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     return hashlib.sha256(content).digest() + content
 

@@ -1,9 +1,9 @@
-"""Sums over facts that do not depend on the order in which facts come and go.
+"""Sums over facts that do not depend on the order in which facts are added and removed.
 
 A fact's part in a merge is KᵀK and KᵀV of its own tokens. Floating-point sums of such parts depend on their order, and
-subtracting a part leaves rounding errors behind. So the rows of K and V are rounded to a grid first: as whole multiples
-of a unit, with products and sums that float64 represents exactly. Taking a fact out of such a sum gives, bit for bit,
-the sum that never had it, and takes no longer with many facts than with few.
+subtracting a part leaves rounding errors behind. So the rows of K and V are first rounded to whole multiples of a unit,
+whose products and sums float64 represents exactly. Removing a fact from such a sum gives, bit for bit, the sum that
+never contained it, and takes no longer with many facts than with few.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from factpatch.models import TaskModel
 from factpatch.patch import Patch, weight_shape
 from factpatch.solving import Problem, Sums, out_by_in, solve_weights
 
-KEY_STEPS, VALUE_STEPS = 2.0**16, 2.0**17  # grid points between 0 and the usual size of an input, or of an output
-EXACT = 2.0**53  # float64 represents all whole numbers up to here
+KEY_STEPS, VALUE_STEPS = 2.0**16, 2.0**17  # units in the root mean square of an input, or of an output
+EXACT = 2.0**53  # float64 represents all whole numbers up to this one
 FACTS_AT_ONCE = 32  # facts whose rows are in memory together
 
 Rows = dict[str, Tensor]  # "K:key" (tokens, in) and "V:weight" (tokens, out), in whole units
@@ -31,7 +31,7 @@ Totals = dict[str, Tensor]  # "K:key" KᵀK (in, in) and "V:weight" KᵀV (in, o
 
 
 def choose_units(model: TaskModel, covariance: Covariance) -> dict[str, Tensor]:
-    """Units for each input dimension of K, and for each weight's V, from the sizes of usual inputs and outputs."""
+    """Units for each dimension of K and for each weight's V, from the root mean squares of inputs and outputs."""
     units: dict[str, Tensor] = {}
     for key, C in covariance.moments.items():
         square = C.diagonal().double()
@@ -69,7 +69,7 @@ def _whole(rows: Tensor) -> Tensor:
 
 
 def add_to_totals(totals: Totals, facts: Iterable[Rows], readers: Mapping[str, str], sign: int) -> None:
-    """Adds the facts' products to the totals, or takes them out."""
+    """Adds the facts' products to the totals, or subtracts them if `sign` is -1."""
     remaining = iter(facts)
     while part := list(islice(remaining, FACTS_AT_ONCE)):
         for name in dict.fromkeys(name for rows in part for name in rows):
@@ -116,7 +116,7 @@ def solve_totals(
 
 
 def _by_key(covariance: Covariance, names: Container[str]) -> dict[str, list[str]]:
-    """The weights among the names, by the one that stands for their input."""
+    """The weights among the names, grouped by the first weight that reads the same input."""
     found: dict[str, list[str]] = {}
     for name, key in covariance.readers.items():
         if f"V:{name}" in names:

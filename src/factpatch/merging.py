@@ -7,7 +7,7 @@ texts, the merged change does the same at the edits' tokens and as little as pos
 
     S = argmin Σ ‖S k − v‖² + λ N tr(S C Sᵀ) = Vᵀ K (KᵀK + λ N C)⁻¹          (N edits, ridge λ)
 
-It is a closed form: the order of the patches means nothing, and leaving one out gives the merge that never had it.
+This closed form does not depend on the order of the patches, and removing one gives the same merge as never adding it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from factpatch.solving import Problem, solve_in_sequence, solve_independently
 Mode = Literal["unedited", "sequence"]
 MODES = get_args(Mode)
 RIDGE = 1.0
-MERGED = ", merged"  # ends the method's name of a merged patch
-SCALES = tuple(0.1 ** (1 - k / 15) for k in range(16))  # parts of a patch that are tried, from 0.1 to 1
-MARGIN = 1.25  # times the smallest part that succeeds
+MERGED = ", merged"  # suffix of a merged patch's method name
+SCALES = tuple(0.1 ** (1 - k / 15) for k in range(16))  # fractions of a patch to try, from 0.1 to 1
+MARGIN = 1.25  # factor on the smallest fraction that succeeds
 
 
 def merge(
@@ -44,18 +44,18 @@ def merge(
     covariance: Covariance | None = None,
     mode: Mode = "unedited",
 ) -> Patch:
-    """Merges patches of any methods into one patch that holds all of their facts.
+    """Merges patches, made by any methods, into one patch with all of their facts.
 
-    `others` is a sample of ordinary inputs whose answers should stay as they are. A `covariance` that was computed from
-    such a sample once can be given instead. `ridge` is λ, for all weights or by weight name: larger values protect
+    `others` is a sample of ordinary inputs whose answers should stay as they are. A `covariance` computed
+    from such a sample can be given instead. `ridge` is λ, for all weights or by weight name: larger values protect
     other answers better, smaller ones the edits.
 
-    In the mode "unedited", all weights are solved independently, from what layers read in the unedited model. In
-    "sequence" they are solved one layer after another, each from what it reads in the model as merged so far. That
-    holds more facts of an editor that was not trained for merging, and takes two forward passes per layer.
+    In the mode "unedited", all weights are solved independently, from the layers' inputs in the unedited model. In
+    "sequence" they are solved one layer after another, each from its inputs in the model as merged so far. That takes
+    two forward passes per layer, and retains more facts if the editor was not trained for merging.
     """
     if mode not in MODES:
-        raise InputError(f"expected a mode out of {', '.join(MODES)}, found {mode!r}")
+        raise InputError(f"expected a mode among {', '.join(MODES)}, found {mode!r}")
     check_mergeable(model, patches)
     ridges = _ridges(model, mean_ridge(patch.ridge for patch in patches) if ridge is None else ridge)
     with unpatched(model):
@@ -81,7 +81,7 @@ def mean_ridge(ridges: Iterable[Mapping[str, float]]) -> dict[str, float] | None
 
 
 def check_mergeable(model: TaskModel, patches: Sequence[Patch]) -> None:
-    """Refuses patches of other models, and facts that contradict each other."""
+    """Raises an error for patches of other models and for facts that contradict each other."""
     if not patches:
         raise InputError("expected patches to merge, found none")
     for patch in patches:
@@ -109,7 +109,7 @@ def canonical(patches: Sequence[Patch]) -> list[Patch]:
     ambiguous = len(set(keys.values())) < len(patches)
 
     def content(patch: Patch) -> str:
-        """Tells apart patches of the same edits; hashing large patches is slow, and seldom needed."""
+        """Distinguishes patches of the same edits. Hashing large patches is slow, and seldom needed."""
         return hash_patch(patch) if ambiguous else ""
 
     return sorted(patches, key=lambda patch: (keys[id(patch)], content(patch)))
@@ -122,7 +122,7 @@ def hash_patch(patch: Patch) -> str:
 
 
 def edit_key(edit: FactEdit) -> str:
-    """The order in which edits are merged."""
+    """The key by which edits are sorted before they are merged."""
     return repr((edit.x, edit.a, edit.y))
 
 
@@ -138,7 +138,7 @@ def _ridges(model: TaskModel, ridge: float | Mapping[str, float] | None) -> dict
 
 @contextmanager
 def unpatched(model: TaskModel) -> Iterator[None]:
-    """Takes all patches off the model inside this block and applies them again at its end."""
+    """Reverts all patches of the model for a `with` block and applies them again afterwards."""
     applied = model.patches
     set_patches(model, [])
     try:
@@ -156,10 +156,10 @@ def smallest_part(
     paraphrases: Sequence[Sequence[str]] | None = None,
     margin: float = MARGIN,
 ) -> list[Patch]:
-    """Scales each patch down to the smallest part that still succeeds, times `margin`, and never up.
+    """Scales each patch down to `margin` times the smallest fraction that still succeeds, but never up.
 
-    A part succeeds if every edit of the patch gives its target, and every one of the patch's `paraphrases` the first
-    edit's. A patch that does not succeed as a whole, or fails at the part found, stays as it is.
+    A fraction succeeds if every edit of the patch gets its target, and each of the patch's `paraphrases` the target of
+    the first edit. A patch that fails at full size, or at the fraction found, is left unchanged.
     """
     if margin < 1:
         raise InputError(f"expected a margin of at least 1, found {margin}")

@@ -1,9 +1,9 @@
 """Patch: a small, reversible change of a model's weights that makes one edit.
 
 A patch can be saved, loaded, added to another patch, applied to a model and reverted. While patches are applied, the
-model keeps its original weights, and its weights are always the original plus all patches in order, computed from
-scratch: subtracting a patch again would leave rounding errors, whereas recomputing gives exactly the same bits as if
-the patch had never been applied.
+model also keeps a copy of its original weights. Its weights are always recomputed as the originals plus all patches in
+order: subtracting a patch would leave rounding errors, whereas recomputing gives exactly the same bits as if the patch
+had never been applied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Patchable(Protocol):
     """The parts of a model that a patch uses."""
 
     layers: Mapping[str, nn.Module]  # editable layers by weight name
-    patches: list[Patch]  # applied now, in order
+    patches: list[Patch]  # currently applied, in order
     originals: dict[str, Tensor]  # unpatched weights of the layers that these patches change
 
     @property
@@ -46,7 +46,7 @@ Model = TypeVar("Model", bound=Patchable)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Patch:
-    """Changes of some of a model's weights. Patches with the same content are equal."""
+    """Changes to some of a model's weights. Patches with the same content are equal."""
 
     deltas: dict[str, Delta]  # by weight name
     base: str  # fingerprint of the weights that the patch was made for
@@ -82,7 +82,7 @@ class Patch:
         return hash(self._checksum)
 
     def __add__(self, other: Patch) -> Patch:
-        """A patch with the edits of both; applying it equals applying one after the other."""
+        """A patch with the edits of both. Applying it is the same as applying one after the other."""
         if other.base != self.base:
             raise MismatchError(
                 f"cannot add patches made for different weights, {self.base[:12]} and {other.base[:12]}; "
@@ -230,7 +230,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def set_patches(model: Patchable, patches: list[Patch]) -> None:
-    """Makes the weights the originals plus these patches in order. If that fails, the weights stay as they were."""
+    """Sets the weights to the originals plus these patches in order. If that fails, the weights stay as they were."""
     before = model.patches
     names = _changed([*before, *patches])
     try:
@@ -251,7 +251,7 @@ def _write_weights(model: Patchable, names: Iterable[str], patches: list[Patch])
         weight = _weight(layer)
         if name not in model.originals:
             model.originals[name] = weight.detach().clone()
-        # The model may have been moved to another device or precision since the original was kept.
+        # The model may have been moved to another device or precision since the original was copied.
         original = model.originals[name] = model.originals[name].to(weight)
         changes = [patch.deltas[name].dense().to(weight.device) for patch in patches if name in patch.deltas]
         if not changes:

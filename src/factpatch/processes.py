@@ -45,6 +45,6 @@ def from_first(value: T) -> T:
 
 
 def _leave_processes() -> None:
-    """Leaves the process group before Python shuts down, as one of gloo's threads could abort the process later."""
+    """Leaves the process group before Python shuts down, because gloo's threads could abort the process later."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -19,9 +19,9 @@ BLOCK = 768  # columns of K per block of KᵀK
 
 @dataclass
 class Sums:
-    """What the solve needs to know of the edits' tokens, for the weights that read one input of width `in`.
+    """Sums over the edits' tokens that the solve needs, for the weights that read one input of width `in`.
 
-    Rows are kept while they are fewer than `in`; from then on only their products are, so that memory is bounded.
+    Rows are stored while there are fewer than `in`; after that only their products are, so that memory is bounded.
     """
 
     width: int
@@ -52,8 +52,8 @@ class Sums:
         self.K, self.V = [], {}
 
     def solve(self, C: Tensor, ridges: Mapping[str, float], edits: int) -> dict[str, Delta]:
-        """S for each weight: A = K M⁻¹, B = V where factors are smaller than Vᵀ K M⁻¹, with M = KᵀK + λ N C."""
-        kept = torch.cat(self.K) if self.KK is None else None  # (tokens, in), where they are few
+        """S = Vᵀ K M⁻¹ for each weight, with M = KᵀK + λ N C; as factors A = K M⁻¹, B = V where these are smaller."""
+        kept = torch.cat(self.K) if self.KK is None else None  # (tokens, in), if there are few
         values = {name: torch.cat(chunks) for name, chunks in self.V.items()} if self.KK is None else {}
         self.reduce()
         assert self.KK is not None
@@ -86,14 +86,14 @@ def _gram(K: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """The patches to merge, one entry per edit, and what their weights read."""
+    """The patches to merge, with one example per edit, and the weights that they change."""
 
     model: TaskModel
     examples: list[Example]
     owners: list[Patch]  # the patch of each example
     covariance: Covariance
     ridges: Mapping[str, float]
-    weights: dict[str, list[str]]  # the weights to solve for, by the one that stands for their input, in running order
+    weights: dict[str, list[str]]  # weights to solve for, by the first one that reads their input, in running order
 
     @classmethod
     def of(
@@ -139,7 +139,7 @@ def solve_weights(
 
 
 def solve_independently(problem: Problem) -> dict[str, Delta]:
-    """Solves for each weight on its own. Only this way is a fact's part in the sums independent of all other facts."""
+    """Solves for each weight on its own, so that a fact's part in the sums does not depend on any other fact."""
     weights = problem.weights
     shapes = {key: [problem.shape(name) for name in names] for key, names in weights.items()}
     sizes = {key: own[0][1] * sum(sum(shape) for shape in own) for key, own in shapes.items()}
@@ -157,15 +157,15 @@ def solve_independently(problem: Problem) -> dict[str, Delta]:
 
 
 def solve_in_sequence(problem: Problem) -> dict[str, Delta]:
-    """Solves in running order, each weight on the model that is merged so far.
+    """Solves in running order, each weight on the model as merged so far.
 
-    The target of a layer is its output under the edit's own patch, so later layers make up for what earlier ones miss.
+    The target of a layer is its output under the edit's own patch, so later layers correct the errors of earlier ones.
     """
     model, weights = problem.model, problem.weights
     tokens = sum(model.lengths([text for text, _ in problem.examples]))
     sizes = {key: tokens * sum(problem.shape(name)[0] for name in names) for key, names in weights.items()}
     deltas: dict[str, Delta] = {}
-    merged: dict[str, Delta] = {}  # the same as stacks of one
+    merged: dict[str, Delta] = {}  # the same changes as stacks with one entry
     for group in passes(sizes, model.device):
         targets = _own_outputs(problem, group)
         for key in group:
@@ -187,7 +187,7 @@ Targets = dict[tuple[int, str], Tensor]  # (tokens, out) by example and weight
 
 
 def _own_outputs(problem: Problem, keys: Sequence[str]) -> Targets:
-    """What layers say to each example under its own patch."""
+    """The layers' outputs for each example under its own patch."""
     targets: Targets = {}
 
     def visit(indices: list[int], key: str, X: Tensor) -> None:
@@ -201,7 +201,7 @@ def _own_outputs(problem: Problem, keys: Sequence[str]) -> Targets:
 
 
 def out_by_in(layer: nn.Module) -> Tensor:
-    """The weight as (out, in), also for GPT-2's Conv1D, which stores it the other way round."""
+    """The weight as (out, in), also for GPT-2's Conv1D, which stores it transposed."""
     assert isinstance(layer.weight, Tensor)
     return layer.weight if isinstance(layer, nn.Linear) else layer.weight.mT
 
@@ -219,7 +219,7 @@ def _values(X: Tensor, changes: Sequence[Delta | None], shape: tuple[int, int]) 
 
 
 def cholesky(M: Tensor) -> Tensor:
-    """The lower factor of M, or of M plus a tiny multiple of I where rounding has made M singular."""
+    """The lower Cholesky factor of M, or of M plus a tiny multiple of I if rounding has made M singular."""
     mean = M.diagonal().mean()
     root, failed = torch.linalg.cholesky_ex(M)
     for exponent in range(-14, -5, 2):
@@ -229,7 +229,7 @@ def cholesky(M: Tensor) -> Tensor:
         shifted.diagonal().add_(10.0**exponent * mean)
         root, failed = torch.linalg.cholesky_ex(shifted)
     if failed or not root.isfinite().all():
-        raise MismatchError("the covariance does not suit these patches; compute it again from more inputs")
+        raise MismatchError("cannot solve the merge with this covariance; compute it again from more inputs")
     return root
 
 

@@ -12,7 +12,7 @@ from factpatch.patch import Patch, stack_patches
 
 
 class EditMethod(Protocol):
-    """The one interface of all methods. The model leaves `propose` as it came, even if `propose` raises."""
+    """The interface of all edit methods. `propose` leaves the model unchanged, even if it raises."""
 
     @property
     def name(self) -> str:
@@ -20,7 +20,7 @@ class EditMethod(Protocol):
         ...
 
     def at_once(self, model: TaskModel) -> int:
-        """How many edits are best made and run side by side."""
+        """How many edits to make and run in one batch."""
         ...
 
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
@@ -28,12 +28,12 @@ class EditMethod(Protocol):
         ...
 
     def changes(self, model: TaskModel, edits: Sequence[FactEdit]) -> dict[str, Delta]:
-        """The patches of all edits as one stack per weight, ready to run side by side.
+        """The patches of all edits as one stack per weight, ready to run in one batch.
 
-        Methods that have the stacks before they have patches override this.
+        Methods that compute the stacks directly override this.
         """
         return stack_patches(self.propose(model, edits), model.layers)
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
-        """The settings that tell this method from others of its name, for result files."""
+        """The settings that distinguish this method from others of the same name, for result files."""
         ...

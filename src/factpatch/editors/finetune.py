@@ -27,10 +27,10 @@ MOST_AT_ONCE = 32
 class FineTune(EditMethod):
     """Runs RMSprop on ⟨x, a⟩ until the model predicts a. Patches are dense.
 
-    The edits of a batch share forwards, each with its own change. An edit that has succeeded is not changed further.
+    The edits of a batch share forward passes, each with its own change. Edits that have succeeded stay unchanged.
     """
 
-    layers: str = "all"  # or one block, such as bert.encoder.layer.0
+    layers: str = "all"  # all, or one block such as bert.encoder.layer.0
     lr: float = 1e-5
     steps: int = 100  # maximum
     bound: ClassVar[float | None] = None
@@ -113,7 +113,7 @@ class Zhu(FineTune):
 
 @dataclass(frozen=True)
 class GradientStep(EditMethod):
-    """One plain gradient step on ⟨x, a⟩, a reference for the updates of other methods."""
+    """One plain gradient step on ⟨x, a⟩, a reference to compare other methods' updates with."""
 
     layers: str = "all"
     lr: float = 1e-2
@@ -156,6 +156,6 @@ def chosen_layers(model: TaskModel, choice: str) -> dict[str, nn.Module]:
 
 
 def dense_edits_at_once(model: TaskModel, layers: Mapping[str, nn.Module], tensors: int) -> int:
-    """How many dense edits fit into memory, with a number of tensors of the layers' size each."""
+    """How many dense edits fit into memory if each needs `tensors` tensors of the layers' size."""
     values = sum(out * in_ for out, in_ in map(weight_shape, layers.values()))
     return max(1, min(MOST_AT_ONCE, MEMORY.get(model.device.type, MEMORY["cpu"]) // (4 * tensors * values)))

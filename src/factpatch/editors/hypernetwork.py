@@ -4,9 +4,9 @@ For one weight W (out × in), with inputs X and output gradients D of the fact's
 
     ΔW = s · ( r cᵀ ⊙ Dᵀ X  +  r' c'ᵀ ),    s = max_scale · sigmoid(η),    r, r' = softmaxes over the out dimension
 
-which is, exactly and without ever making a matrix of that size,
+which equals the following product, computed without a matrix of that size:
 
-    ΔW = Bᵀ A,    A = [X ⊙ c ; c'],    B = s · [D ⊙ r ; r'].
+    ΔW = Bᵀ A,    A = [X ⊙ c ; c'],    B = s · [D ⊙ r ; r']
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from factpatch.facts import FactEdit
 
 
 class HyperNetwork(TrainableEditor):
-    """One hyper-network for one model."""
+    """A hyper-network that edits one model."""
 
     name = "hyper"
     config_class = EditorConfig
@@ -51,7 +51,7 @@ class HyperNetwork(TrainableEditor):
         return sum(p.numel() for one in networks for p in one.parameters()) - self.fact_encoder.embedding.weight.numel()
 
     def condition_text(self, edit: FactEdit) -> str:
-        """The edit as text. It is read by the LSTM only, never parsed back, and never truncated."""
+        """The edit as text. Only the LSTM reads it: it is never parsed back, and never truncated."""
         return f"{edit.y} >> {edit.a} || {edit.x}"
 
     def forward(self, condition: Condition, traces: Mapping[str, Trace]) -> dict[str, Delta]:

@@ -1,4 +1,4 @@
-"""Repeated updates: an edit that does not succeed at once is updated again on the updated model (the paper's loop)."""
+"""Repeated updates: an edit that does not succeed is updated again on the updated model (De Cao et al., 2021)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Looped(EditMethod):
             pending = [i for i, _ in failed]
             for start in range(0, len(failed), size):
                 batch = failed[start : start + size]
-                # The editor is told what the updated model says now.
+                # The editor reads the updated model's answer as the prediction.
                 now = [replace(edits[i], y=answer) for i, answer in batch]
                 before = [patches[i] for i, _ in batch]
                 under = stack_patches(before, model.layers)
@@ -72,7 +72,7 @@ class Looped(EditMethod):
 def add_best_part(
     model: TaskModel, edits: Sequence[FactEdit], patches: Sequence[Patch], updates: Sequence[Patch]
 ) -> list[Patch]:
-    """Each patch plus the part of one more update that leaves the least loss; a whole update often overshoots."""
+    """Adds to each patch the fraction of one more update with the lowest loss; a whole update often overshoots."""
     rows = model.rows([edit.x for edit in edits], [edit.a for edit in edits])
     tried: list[list[Patch]] = []
     losses: list[Tensor] = []

@@ -17,13 +17,13 @@ from factpatch.errors import InputError
 
 @dataclass(frozen=True)
 class EditorConfig:
-    """Sizes of the hyper-network. The defaults are the paper's."""
+    """Sizes of the hyper-network. The defaults are those of De Cao et al. (2021)."""
 
-    width: int = 1024  # of h, the vector that the fact is read into
+    width: int = 1024  # of h, the vector that encodes the fact
     bottleneck: int = 128  # of each weight's own network
-    lstm: int = 128  # units a side
-    max_scale: float = 1.0  # the most a gate lets through
-    gradients: bool = True  # False leaves the gradient's term out: the paper's ablation
+    lstm: int = 128  # units per direction
+    max_scale: float = 1.0  # maximum of the scale s
+    gradients: bool = True  # False omits the gradient's term, as in the paper's ablation
 
     def __post_init__(self) -> None:
         wrong = [
@@ -36,13 +36,13 @@ class EditorConfig:
 
 
 class FactEncoder(nn.Module):
-    """h: the fact's text through an embedding, a bidirectional LSTM and one layer."""
+    """Encodes a fact's text as h: an embedding, a bidirectional LSTM and one linear layer."""
 
     def __init__(self, embeddings: Tensor, config: EditorConfig):
         super().__init__()
         self.embedding = nn.Embedding.from_pretrained(embeddings, freeze=False)
-        # Two one-way LSTMs: the backward one reads the text turned round inside its own length, so that it never starts
-        # on padding and no lengths have to travel to the host.
+        # Two one-way LSTMs: the backward one reads each text reversed within its own length, so that it never starts on
+        # padding and no lengths have to be copied to the host.
         self.forwards = nn.LSTM(embeddings.shape[1], config.lstm, batch_first=True)
         self.backwards = nn.LSTM(embeddings.shape[1], config.lstm, batch_first=True)
         self.out = nn.Linear(2 * config.lstm, config.width)
@@ -60,7 +60,7 @@ class FactEncoder(nn.Module):
 
 @dataclass(frozen=True)
 class Gates:
-    """What the hyper-network says of all weights of one shape: r, c, r', c' with s multiplied into r and r'."""
+    """The hyper-network's outputs for all weights of one shape: s·r, c, s·r' and c'."""
 
     gradient_out: Tensor  # s·r   (weights, edits, out)
     gradient_in: Tensor  # c     (weights, edits, in)
@@ -81,19 +81,19 @@ class Gates:
 
 
 def _picked(vectors: Tensor, chosen: list[int]) -> Tensor:
-    """Not by an index, which would have to travel to the device each time."""
+    """Selects weights without an index tensor, which would have to be copied to the device each time."""
     parts = vectors.unbind(0)
     return vectors if len(chosen) == len(parts) else torch.stack([parts[i] for i in chosen])
 
 
 def _with_tokens(tokens: Tensor, last: Tensor) -> Tensor:
-    """Rows of the tokens, then the last; zeros between them where that makes a better number of rows."""
+    """Concatenates the tokens' rows and the last row, with zero rows between them to get an aligned rank."""
     rank = tokens.shape[2] + 1
     return torch.cat([tokens, F.pad(last, (0, 0, aligned(rank, last) - rank, 0))], dim=2)
 
 
 class WeightGroup(nn.Module):
-    """The networks of all weights of one shape, side by side: Linear, tanh, Linear, as two batched products."""
+    """The networks of all weights of one shape, as batched products: Linear, tanh, Linear."""
 
     def __init__(self, weights: int, out: int, in_: int, config: EditorConfig):
         super().__init__()
@@ -112,13 +112,13 @@ class WeightGroup(nn.Module):
 class WeightNormLinears(nn.Module):
     """Several weight-normed linear layers of one shape: y = g · (v x) / ‖v‖ + b, each row of v with its own norm.
 
-    Scaling the product instead of the weight gives the same result and never makes the normed weight.
+    Scaling the product instead of the weight gives the same result without storing the normed weight.
     """
 
     def __init__(self, count: int, in_: int, out: int):
         super().__init__()
         self.count = count
-        bound = in_**-0.5  # as nn.Linear starts
+        bound = in_**-0.5  # as in nn.Linear
         self.v = nn.Parameter(torch.empty(count, out, in_).uniform_(-bound, bound))
         self.g = nn.Parameter(self.v.detach().norm(dim=-1))
         self.b = nn.Parameter(torch.empty(count, out).uniform_(-bound, bound))

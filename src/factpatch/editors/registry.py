@@ -1,4 +1,4 @@
-"""Edit methods by name. A new method is one file and one call of `register`."""
+"""Edit methods by name. To add a method, write one file and call `register` once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ METHODS: dict[str, Method] = {}
 
 
 def register(name: str, label: str, path: str, trainable: bool = False) -> None:
-    """Adds a method under a name that `edit`, `evaluate`, `train` and `report` then know."""
+    """Adds a method, which `edit`, `evaluate`, `train` and `report` then know by this name."""
     METHODS[name] = Method(label, path, trainable)
 
 
@@ -55,7 +55,7 @@ def find_method(name: str) -> Method:
 
 
 def create_method(name: str, **options: Any) -> EditMethod:
-    """A method that needs no training, with those of the options that are not None."""
+    """Creates a method that needs no training. Options that are None are ignored."""
     method = find_method(name)
     if method.trainable:
         raise InputError(f"the method {name} is a trained editor; load it from its folder with --editor")
@@ -77,7 +77,7 @@ def load_editor(folder: str | Path, device: str | torch.device = "cpu") -> Train
         place = place / "editor"
     try:
         saved = json.loads((place / "config.json").read_text(encoding="utf-8"))
-        kind = saved.get("kind", "hyper")  # editors of version 0.1 do not say
+        kind = saved.get("kind", "hyper")  # the first editors did not record it
     except (OSError, ValueError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise FileError(f"{place} is not an editor's folder: cannot read config.json ({reason})") from error

@@ -25,7 +25,7 @@ from factpatch.models import Rows, TaskModel
 from factpatch.models.base import padded
 from factpatch.patch import Patch, hash_tensors, weight_shape
 
-EDITS_PER_BATCH = 32  # four times that on a GPU: 32 edits of BERT-base with 32 tokens take 0.7 GB in float32
+EDITS_PER_BATCH = 32  # on a CPU; 32 edits of BERT-base with 32 tokens need 0.7 GB in float32
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
 
     @classmethod
     def for_model(cls, model: TaskModel, config: Any = None, layers: Sequence[str] = ("*",)) -> Self:
-        """A new, untrained editor of the weights whose names match one of the patterns in `layers`."""
+        """A new, untrained editor for the weights whose names match one of the patterns in `layers`."""
         shapes = matching_shapes(model, layers)
         # A copy: training the editor must not move the model's own embeddings.
         embeddings = model.word_embeddings.detach().float().clone()
@@ -74,18 +74,18 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
     @classmethod
     @abstractmethod
     def build(cls, shapes: Mapping[str, tuple[int, int]], embeddings: Tensor, base: str, config: Any) -> Self:
-        """A new editor; `embeddings` are a copy of the model's, which the editor may use as its own."""
+        """Builds a new editor. `embeddings` is a copy of the model's, which the editor may train."""
 
     @abstractmethod
     def condition_text(self, edit: FactEdit) -> str:
-        """The text to read about an edit; empty if the editor reads none."""
+        """The text that the editor reads about an edit; empty if it reads none."""
 
     @abstractmethod
     def forward(self, condition: Condition, traces: Mapping[str, Trace]) -> dict[str, Delta]:
-        """One update per edit as a stack per weight, from the edits' texts and what each layer saw of them."""
+        """One update per edit as a stack per weight, from the edits' texts and the layers' traces."""
 
     def trace(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Trace]:
-        """What each layer sees of the edits, on the unedited model or `under` the changes of earlier updates."""
+        """Each layer's trace of the edits, on the unedited model or `under` the changes of earlier updates."""
         layers = {name: model.layers[name] for name in self.shapes}
         with edited(layers, under or {}):
             return capture(layers, lambda: model.losses(batch.rows))
@@ -95,7 +95,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         return self(batch.condition, self.trace(model, batch, under))
 
     def learn_ridge(self) -> nn.Parameter:
-        """Adds log λ of each weight to the parameters: how much other inputs count when the patches are merged."""
+        """Adds log λ of each weight to the parameters; λ weighs control inputs against edits in a merge."""
         if self.log_ridge is None:
             device = next(self.parameters()).device
             self.log_ridge = nn.Parameter(torch.zeros(len(self.shapes), device=device))
@@ -149,7 +149,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         return [patch for patch in patches if patch is not None]
 
     def patches(self, edits: Sequence[FactEdit], deltas: Mapping[str, Delta]) -> list[Patch]:
-        """Cuts stacks into one patch per edit, without the rows of B that are zero, as those of padding are."""
+        """Splits stacks into one patch per edit, and drops the zero rows of padding."""
         _check_finite(deltas)
         per_edit = unstack({name: delta for name, delta in deltas.items() if isinstance(delta, LowRank)})
         ridge = self.ridges()
@@ -158,8 +158,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
     def prepare(self, model: TaskModel) -> None:
         """Checks that the editor fits the model and moves it to the model's device."""
         self.check_fits(model)
-        # Only if needed: moving an LSTM, even to where it is, gives its weights a new place in a GPU's memory, and
-        # recorded training steps would go on reading the old one.
+        # Only if needed: moving an LSTM, even to the device it is on, gives its weights a new address in GPU memory,
+        # whereas recorded training steps would still read the old one.
         parameter = next(self.parameters())
         if parameter.device != model.device:
             self.to(model.device)

@@ -1,4 +1,4 @@
-"""GPU kernels, written in Triton, for shapes for which torch's own kernels are slow.
+"""GPU kernels, written in Triton, for shapes on which torch's own kernels are slow.
 
 Importing this package does not import Triton, which comes only with torch for GPUs; importing its modules does.
 """
@@ -27,6 +27,6 @@ def has_kernels(device: torch.device) -> bool:
 
         one = torch.ones(16, device=device, dtype=torch.bfloat16)
         Norm.apply(one, one, one, 1e-5)
-    except Exception:  # Triton may lack something to compile with, such as a C compiler; torch's kernels are used then
+    except Exception:  # Triton may be unable to compile, for example without a C compiler; use torch's kernels then
         return False
     return True

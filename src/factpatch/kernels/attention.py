@@ -14,7 +14,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 WARPS = (1, 2)  # per 1024 values of a tile, in the forward and in the backward pass
-NEVER = tl.constexpr(-1e30)  # score of masked keys; finite, so that a row in which all are masked stays finite
+NEVER = tl.constexpr(-1e30)  # score of masked keys; finite, so that rows with only masked keys give no NaN
 
 
 @triton.jit
@@ -97,7 +97,7 @@ class ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-        # Laid out as the next layer reads it.
+        # In the memory layout that the next layer reads.
         out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
         ctx.save_for_backward(q, k, v, mask)
         ctx.scale, ctx.causal = scale, causal
@@ -122,7 +122,7 @@ def _launch(
     causal: bool,
     warps: int,
 ) -> None:
-    """Launches a kernel. `like` are the tensors with strides of their own, of which the last three are q, k and v."""
+    """Launches a kernel. `like` are the tensors whose strides it needs; the last three are q, k and v."""
     rows, heads, queries, width = like[1].shape
     keys = like[2].shape[2]
     Q, K, WIDTH = (max(16, triton.next_power_of_2(size)) for size in (queries, keys, width))

@@ -48,7 +48,7 @@ def _divergence(out, sums_p, sums_q, p, q, p_row, q_row, width, BLOCK: tl.conste
     for start in range(0, width, BLOCK):
         log_p, log_q = _read(p, start + column, width) - sum_p, _read(q, start + column, width) - sum_q
         p_, q_ = tl.exp(log_p), tl.exp(log_q)
-        found += p_ * (log_p - log_q) - p_ + q_  # − p + q sums to zero, and cancels rounding errors
+        found += p_ * (log_p - log_q) - p_ + q_  # the sum of − p + q is zero; these terms cancel rounding errors
     tl.store(out + row, tl.sum(found, 0))
     tl.store(sums_p + row, sum_p)
     tl.store(sums_q + row, sum_q)

@@ -24,7 +24,7 @@ from factpatch.models.seq2seq import Seq2Seq
 
 __all__ = ["Classifier", "Rows", "Seq2Seq", "TaskModel", "editable_layers", "load_model"]
 
-DROPOUTS = ("dropout", "dropout_rate", "hidden_dropout_prob", "resid_pdrop")  # names that configs give to it
+DROPOUTS = ("dropout", "dropout_rate", "hidden_dropout_prob", "resid_pdrop")  # names of the dropout rate in configs
 TASKS: dict[str, type[TaskModel]] = {"classify": Classifier, "answer": Seq2Seq}
 HELD_OUT = "held-out.json"  # which records `fit` kept out of training
 
@@ -39,12 +39,12 @@ def load_model(
 ) -> TaskModel:
     """Loads a task model from a folder or, if no such folder exists, from the hub; "world" is the embedded model.
 
-    The config tells which kind of model it is. A model that is not yet of a supported kind, such as a bare encoder that
+    The config determines the kind of model. A model that is not yet of a supported kind, such as a bare encoder that
     is about to be fine-tuned, needs `task` ("classify" or "answer") and, for a classifier, `labels`. `dropout` replaces
     the dropout rate of the config.
     """
     if task not in (None, *TASKS):
-        raise ModelError(f"expected a task out of {', '.join(TASKS)}, found {task!r}")
+        raise ModelError(f"expected one of the tasks {', '.join(TASKS)}, found {task!r}")
     target_device = find_device(device)
     source, local = _source(name)
     loaded, absent = _read_model(source, local, task, labels, dropout)
@@ -56,7 +56,7 @@ def load_model(
         )
     loaded.held_out = _read_held_out(Path(source) / HELD_OUT) if local else None
     if dtype is None and loaded.model.dtype == torch.float16:
-        dtype = torch.float32  # the gradients of an edit need its range, and CPUs are slow in half precision
+        dtype = torch.float32  # gradients of an edit can overflow float16, and CPUs are slow in half precision
     if dtype is not None and dtype != loaded.model.dtype:
         loaded.cast(dtype)
     loaded.model.to(target_device)
@@ -66,7 +66,7 @@ def load_model(
 def _read_model(
     source: str, local: bool, task: str | None, labels: Sequence[str] | None, dropout: float | None
 ) -> tuple[TaskModel, list[str]]:
-    """Reads a model in the precision it is stored in, and lists its weights that the files do not have."""
+    """Reads a model in the precision it is stored in, and lists the weights that are missing from its files."""
     options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -93,7 +93,7 @@ def _read_model(
 def _adapt_config(config: PretrainedConfig, labels: Sequence[str] | None, dropout: float | None) -> None:
     config.dtype = None  # load the weights in the precision they are stored in, whatever the config says
     own = sorted(normalize(str(label)) for label in (config.id2label or {}).values())
-    if labels and own != sorted(map(normalize, labels)):  # a head that knows these labels keeps their order
+    if labels and own != sorted(map(normalize, labels)):  # a head with the same labels keeps their order
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: i for i, label in enumerate(labels)}
     for key in DROPOUTS if dropout is not None else ():

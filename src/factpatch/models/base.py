@@ -15,7 +15,7 @@ from factpatch.backends import no_cudnn_attention
 from factpatch.engine import edited
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit, same
-from factpatch.models.rows import NO_TARGET as NO_TARGET  # re-exported, as are the next two
+from factpatch.models.rows import NO_TARGET as NO_TARGET  # re-exported, like the following names
 from factpatch.models.rows import POSITIONS_AT_ONCE as POSITIONS_AT_ONCE
 from factpatch.models.rows import Encoded, Rows, padded
 from factpatch.models.stored import StoredModel
@@ -36,7 +36,7 @@ class TaskModel(StoredModel):
     """A model together with its tokenizer and its way of answering."""
 
     kind: ClassVar[str]
-    beams: ClassVar[int] = 1  # width of the search for one output
+    beams: ClassVar[int] = 1  # width of the beam search
     near_ties: ClassVar[bool] = True  # whether rounding in bf16 can change which of several close outputs wins
     auto_class: ClassVar[Any]  # the transformers class that loads such a model
     held_out: frozenset[str] | None = None  # ids of the records that `fit` did not train on, if it made this model
@@ -56,7 +56,7 @@ class TaskModel(StoredModel):
 
     @abstractmethod
     def encode_targets(self, targets: Sequence[str]) -> list[Any]:
-        """Each target as it goes into a batch: a class id, or token ids."""
+        """Encodes each target for a batch: as a class id, or as token ids."""
 
     @abstractmethod
     def collate(self, encoded: Sequence[Encoded], targets: Sequence[Any] | None = None) -> Rows:
@@ -68,7 +68,7 @@ class TaskModel(StoredModel):
 
     @abstractmethod
     def features(self, rows: Rows) -> Tensor:
-        """What `head` turns into logits, at each target position: (positions, width).
+        """The inputs of `head` at each target position: (positions, width).
 
         Features are much narrower than the scores of a whole vocabulary, so many of them can be kept.
         """
@@ -93,7 +93,7 @@ class TaskModel(StoredModel):
     def decide(self, rows: Rows, count: int = 1, edits: int | None = None) -> list[list[str]]:
         """Applies the decision rule: the `count` best outputs of each row, best first.
 
-        With `edits`, the rows run under that many edits, edit-major, and a search may drop rows that are finished.
+        With `edits`, the rows run under that many edits, edit-major, and a beam search may drop finished rows.
         """
 
     @abstractmethod
@@ -174,14 +174,14 @@ class TaskModel(StoredModel):
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def padded_inputs(self, encoded: Sequence[Encoded]) -> dict[str, Tensor]:
-        """The forward's arguments, padded on the right whatever the tokenizer prefers: rows are not continued."""
+        """The forward's arguments, always padded on the right: no tokens are generated after the inputs."""
         fills = {"input_ids": self.tokenizer.pad_token_id or 0}
         return {key: padded([one[key] for one in encoded], fills.get(key, 0), self.device) for key in encoded[0]}
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Groups texts, given their lengths in tokens, into batches of a size that suits the device, longest first."""
         budget = TOKENS_PER_BATCH.get(self.device.type, TOKENS_PER_BATCH["cpu"])
-        if self.device.type == "cuda":  # whose memory holds the scores of all beams over the vocabulary
+        if self.device.type == "cuda":  # GPU memory must hold the scores of all beams over the vocabulary
             budget //= self.beams
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         start = 0
@@ -197,7 +197,7 @@ class TaskModel(StoredModel):
     def check_input(self, text: str) -> None:
         """Raises an InputError if the text is empty or too long for the model."""
         # An ASCII character becomes at most one token and any other at most 18 (some normalise to whole phrases), so
-        # most texts need not be tokenised to know that they fit.
+        # most texts are known to fit without tokenising them.
         fits_surely = (1 if text.isascii() else 18) * len(text) + 8 <= self.max_input_tokens
         self._check(text, 0 if fits_surely else self.lengths([text])[0])
 

@@ -1,4 +1,4 @@
-"""Beam search for encoder-decoders with the results of `generate`, but faster on large batches of short answers.
+"""Beam search for encoder-decoders: the same results as `generate`, but faster on large batches of short answers.
 
 `generate` makes a dozen passes over the scores of the whole vocabulary per step, and keeps all rows of a batch until
 the last one is finished. Here the scores are read twice per step, to normalise and to find the best, finished rows
@@ -16,7 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Pr
 from transformers.modeling_outputs import BaseModelOutput
 
 NEVER = -1.0e9  # a score that loses against every real one
-BLOCK = 128  # tokens of the vocabulary that are skipped together if their best score is too low
+BLOCK = 128  # number of vocabulary tokens that are skipped together if their best score is too low
 
 # Settings of `generate` that this search does not support, with the values for which they have no effect.
 _INERT = {

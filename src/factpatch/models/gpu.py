@@ -1,7 +1,7 @@
 """Faster replacements for parts of a model on a GPU. On other devices these parts work as before.
 
-- Attention between short texts: torch's kernels are made for long ones and leave most of their tiles empty.
-- Layer norms: torch's kernel reaches a fifth of the memory bandwidth at usual widths.
+- Attention between short texts: torch's kernels are designed for long ones, and most of their tiles would be empty.
+- Layer norms: torch's kernel reaches a fifth of the memory bandwidth at common widths.
 - LM heads whose vocabulary size is not a multiple of eight, such as Marian's.
 """
 
@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from factpatch.kernels import kernels_take
 
 MULTIPLE = 8  # tensor cores are fast for numbers of rows that are multiples of this
-LONGEST, WIDEST = 64, 128  # most tokens of a text and largest head width that the attention kernel can process
+LONGEST, WIDEST = 64, 128  # maximum number of tokens and head width that the attention kernel supports
 WIDEST_NORM = 8192
 
 
@@ -108,7 +108,7 @@ class AlignedLinear(nn.Linear):
 
 
 def align(head: nn.Module) -> None:
-    """Makes a linear layer an AlignedLinear if its number of outputs is not a multiple of eight."""
+    """Turns a linear layer into an AlignedLinear if its number of outputs is not a multiple of eight."""
     if type(head) is nn.Linear and len(head.weight) % MULTIPLE:
         head.__class__ = AlignedLinear
 

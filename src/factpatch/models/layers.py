@@ -61,7 +61,7 @@ def _are_blocks(modules: nn.ModuleList) -> bool:
 def _position_projections(model: nn.Module) -> set[nn.Module]:
     """The layers with which DeBERTa's attention projects its table of relative positions.
 
-    All rows share that table, so rows under different edits could not be told apart in these layers.
+    All rows share that table, so these layers cannot run under a different edit for each row.
     """
     found: set[nn.Module] = set()
     for attention in model.modules():

@@ -38,5 +38,5 @@ def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:
 
 
 def selected(flat: Tensor, rows: Rows) -> Tensor:
-    """The target positions out of a tensor over all positions: (positions, width)."""
+    """Selects the target positions from a tensor over all positions: (positions, width)."""
     return flat if rows.target_positions is None else flat.index_select(0, rows.target_positions)

@@ -21,7 +21,7 @@ from factpatch.models.rows import NO_TARGET, Encoded, Rows, padded, selected
 MAX_DECODED = 200_000  # answers whose texts are cached
 MAX_ANSWER_TOKENS = 32  # unless the model's folder sets another limit
 
-# Generation settings of a folder that do not change the answers, or that this class replaces.
+# Generation settings that do not change the answers, or that this class overrides.
 _NOT_DECISIVE = {"transformers_version", "use_cache", "return_dict_in_generate", "max_length", "num_beams", "do_sample"}
 
 
@@ -38,7 +38,7 @@ class Seq2Seq(TaskModel):
         align(self._head)
         self._head_is_linear = True
         self._head_is_linear = self._check_head()
-        # The folder's own generation settings, except that the search is always this one, never greedy or sampled.
+        # The model's own generation settings, except that it always uses beam search, never greedy search or sampling.
         self.generation = copy.deepcopy(self.model.generation_config)
         self.generation.update(num_beams=self.beams, do_sample=False)
         self.generation.max_length = None
@@ -67,9 +67,9 @@ class Seq2Seq(TaskModel):
         return self.model(**rows.inputs, decoder_input_ids=self._shifted(rows.labels), use_cache=False).logits
 
     def features(self, rows: Rows) -> Tensor:
-        """What the LM head reads at the target positions.
+        """The inputs of the LM head at the target positions.
 
-        The head itself is not run: most tokens of a padded batch are no targets.
+        The head itself is not run, because most tokens of a padded batch are not targets.
         """
         if not self._head_is_linear:
             return selected(self._forward(rows).flatten(0, 1), rows)
@@ -77,7 +77,7 @@ class Seq2Seq(TaskModel):
 
         def pick(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
             read.append(selected(args[0].flatten(0, 1), rows))  # (positions, width)
-            return (read[0][:0, None],)  # no token is left for the head itself
+            return (read[0][:0, None],)  # the head itself then runs on zero tokens
 
         handle = self._head.register_forward_pre_hook(pick)
         try:
@@ -89,15 +89,15 @@ class Seq2Seq(TaskModel):
     def head(self, features: Tensor) -> Tensor:
         if not self._head_is_linear:
             return features
-        bias = getattr(self.model, "final_logits_bias", None)  # of BART and its relatives
+        bias = getattr(self.model, "final_logits_bias", None)  # in BART and similar models
         logits = self._head(features)
         return logits if bias is None else logits + bias
 
     @torch.no_grad()
     def _check_head(self) -> bool:
-        """Whether `head` gives the model's own logits. It does not where these are capped, as in T5Gemma.
+        """Whether `head` gives the model's own logits. It does not if the model caps them, as T5Gemma does.
 
-        The head reads large numbers here, for which a cap makes a difference.
+        The head is tested on large inputs, for which a cap makes a difference.
         """
         read: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""A Hugging Face model's weights: what they are, in which precision they run, and how they are saved."""
+"""StoredModel: a Hugging Face model's weights, their identity and precision, and how they are saved."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class StoredModel(ABC):
 
     @abstractmethod
     def decision_settings(self) -> dict[str, Any]:
-        """Settings beside the weights that decide answers, such as labels."""
+        """Settings, such as labels, that affect answers besides the weights."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the editable weights as stored, without patches. A patch fits models with its base's fingerprint."""
+        """Hash of the editable weights as stored, without patches. A patch fits models with the same fingerprint."""
         weights = dict(self.model.named_parameters())
         return hash_weights({name: self.originals.get(name, weights[name]) for name in self.layers})
 
     @cached_property
     def identity(self) -> str:
-        """Hash of all weights as stored, without patches, and of the settings that decide answers.
+        """Hash of all weights as stored, without patches, and of the settings that affect answers.
 
         Models with the same identity give the same answers up to rounding: precision and device do not change it.
         """
@@ -63,7 +63,7 @@ class StoredModel(ABC):
         return embeddings.weight
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """Changes the precision for good; fingerprint and identity stay those of the weights as stored."""
+        """Changes the precision permanently; fingerprint and identity remain those of the stored weights."""
         if any(torch.promote_types(weight.dtype, dtype) != dtype for weight in self.model.parameters()):
             _ = self.fingerprint, self.identity  # computed now, as the cast loses bits
         patches = self.patches
@@ -76,7 +76,7 @@ class StoredModel(ABC):
 
     @contextmanager
     def in_precision(self, dtype: torch.dtype) -> Iterator[Self]:
-        """Casts the model for a `with` block; afterwards it has exactly its former weights and precision again."""
+        """Casts the model for a `with` block; afterwards its weights and precision are exactly as before."""
         if all(weight.dtype == dtype for weight in self.model.parameters()):
             yield self
             return

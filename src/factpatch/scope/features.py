@@ -22,7 +22,7 @@ def encoder_of(model: TaskModel) -> nn.Module:
 
 @contextmanager
 def recorded_states(model: TaskModel) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Inside this block, every run of the encoder appends its hidden states, embeddings first, to the yielded list."""
+    """Yields a list to which every run of the encoder appends its hidden states, embeddings first."""
     runs: list[tuple[Tensor, ...]] = []
 
     def ask(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -41,7 +41,7 @@ def recorded_states(model: TaskModel) -> Iterator[list[tuple[Tensor, ...]]]:
 
 
 def pool(rows: Rows, states: tuple[Tensor, ...], layers: Sequence[int]) -> Tensor:
-    """Mean over each row's own tokens, layers side by side: (rows, layers·width)."""
+    """Averages hidden states over each row's own tokens, and concatenates layers: (rows, layers·width)."""
     mask = rows.inputs["attention_mask"].unsqueeze(-1).float()  # (rows, tokens, 1)
     return torch.cat([(states[n].float() * mask).sum(1) / mask.sum(1) for n in layers], -1)
 
@@ -51,7 +51,7 @@ def pool(rows: Rows, states: tuple[Tensor, ...], layers: Sequence[int]) -> Tenso
 def text_features(
     model: TaskModel, texts: Sequence[str], layers: Sequence[int], on_done: Callable[[int], object] = lambda texts: None
 ) -> Tensor:
-    """Pooled hidden states of each text: (texts, layers·width). Texts longer than the model reads are cut."""
+    """Pooled hidden states of each text: (texts, layers·width). Texts that are too long for the model are truncated."""
     encoded = model.encode(texts, model.max_input_tokens)
     found = torch.zeros(len(texts), len(layers) * hidden_width(model), device=model.device)
     encoder = encoder_of(model)

@@ -1,4 +1,4 @@
-"""Prediction in which each input is answered under the patch of the fact that it is about, or by the model as it is."""
+"""Answers each input under the patch of the fact that it is about, or with the unedited model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def predict_scoped(model: TaskModel, scope: Scope, patches: Sequence[Patch], inp
     """The answer to each input under the patch of its own fact; `patches` are in the order of the scope's index.
 
     The forward passes that answer the inputs unpatched also supply the hidden states that the scope reads, so the cost
-    is that of plain prediction plus the matched inputs once more.
+    is that of plain prediction plus a second prediction for the matched inputs.
     """
     if scope.model.fingerprint != model.fingerprint:
         raise MismatchError("the scope was made for another model; load the one that belongs to this model")

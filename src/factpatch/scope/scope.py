@@ -24,19 +24,19 @@ from factpatch.scope.features import spread_layers, text_features
 from factpatch.scope.training import ScopeConfig, learn_projection
 
 FORMAT = "factpatch-scope-1"
-QUERIES_AT_ONCE = 4096  # inputs that are compared with all facts together
+QUERIES_AT_ONCE = 4096  # number of inputs that are compared with all facts at a time
 Fact = FactEdit | str | Sequence[str]  # an edit, its input, or its input followed by known paraphrases
-Report = Callable[[str, float], object]  # told the stage of training and the share of it that is done
+Report = Callable[[str, float], object]  # called with the stage of training and its progress from 0 to 1
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the threshold was chosen on, and what it gives there."""
+    """A threshold, and the error rates on the data that it was chosen on."""
 
-    threshold: float  # cosine from which on an input is taken to be about a fact
-    recall: float | None  # share of paraphrases matched to their own fact; None where no paraphrases were given
+    threshold: float  # smallest cosine at which an input counts as being about a fact
+    recall: float | None  # share of paraphrases matched to their own fact; None without paraphrases
     false_matches: float  # share of inputs matched to a fact that is not their own
-    facts: int  # active at once
+    facts: int  # number of facts that were active
 
 
 class Scope:
@@ -64,7 +64,7 @@ class Scope:
         self.calibration = calibration
         self.index([])
 
-    # Making one
+    # Creating a scope
 
     @classmethod
     def train(
@@ -74,7 +74,7 @@ class Scope:
         config: ScopeConfig | None = None,
         report: Report = lambda stage, share: None,
     ) -> Self:
-        """Learns the projection on revisions with paraphrases; the threshold is chosen on facts held out of them."""
+        """Learns the projection from revisions with paraphrases, and chooses the threshold on held-out ones."""
         config = config or ScopeConfig()
         order = hash_shuffled([r for r in revisions if _paraphrases(r)], config.seed)[: config.facts + config.held_out]
         held_out = min(config.held_out, len(order) // 5)
@@ -106,7 +106,7 @@ class Scope:
     def plain(
         cls, model: TaskModel, revisions: Sequence[Revision], false_matches: float = 0.005, facts: int = 1024
     ) -> Self:
-        """A scope without training: the centred cosine of the one layer that finds most paraphrases of these facts."""
+        """A scope without training: the centred cosine at the layer that matches most paraphrases of these facts."""
         if len(revisions) < 2:
             raise InputError(f"expected at least two facts to calibrate a scope, found {len(revisions)}")
         best: Self | None = None
@@ -126,7 +126,7 @@ class Scope:
         return self.calibration
 
     def calibrate(self, revisions: Sequence[Revision], false_matches: float = 0.005, facts: int = 1024) -> Calibration:
-        """Chooses the threshold that lets the stated share of inputs be matched to a fact that is not their own.
+        """Chooses the lowest threshold at which at most this share of inputs matches a fact that is not their own.
 
         Up to `facts` of the revisions are active at once. Each input of a revision is compared with all active facts
         but its own, and each paraphrase with all of them. The more facts are active, the higher the threshold must be.
@@ -152,10 +152,10 @@ class Scope:
         return self.calibration
 
     def calibrate_index(self, others: Sequence[str], false_matches: float = 0.005) -> Calibration:
-        """Chooses the threshold for the active facts: the stated share of `others` may be matched to one of them.
+        """Chooses the threshold for the active facts: at most this share of `others` may match one of them.
 
-        `others` is a sample of inputs that are about none of the active facts. That fits the threshold to how many
-        facts are active and how much they resemble ordinary inputs, which `calibrate` can only estimate.
+        `others` is a sample of inputs that are about none of the active facts. The threshold then
+        fits the number of active facts and their similarity to ordinary inputs, which `calibrate` can only estimate.
         """
         unknown = [text for text in dict.fromkeys(others) if normalize(text) not in self.known]
         if not self.facts or not unknown:
@@ -169,7 +169,7 @@ class Scope:
     # Using it
 
     def index(self, facts: Sequence[Fact]) -> Self:
-        """Makes these the active facts, in place of earlier ones. Paraphrases listed after an input help to find it."""
+        """Replaces the active facts by these. Paraphrases listed after an input help to recognise the fact."""
         wordings = [_wordings(fact) for fact in facts]
         self.known: dict[str, int] = {}
         for number, (x, *_) in enumerate(wordings):
@@ -180,18 +180,18 @@ class Scope:
                 self.known.setdefault(normalize(text), number)
         self.facts = len(wordings)
         self.owners = torch.tensor([n for n, texts in enumerate(wordings) for _ in texts], dtype=torch.long)
-        self.owners = self.owners.to(self.model.device)  # (wordings,) the fact that each belongs to
+        self.owners = self.owners.to(self.model.device)  # (wordings,) the fact of each wording
         self.anchors = self.embed([text for texts in wordings for text in texts])  # (wordings, dimensions)
         return self
 
     def embed(self, texts: Sequence[str]) -> Tensor:
-        """Unit vectors whose cosines are compared: (texts, dimensions)."""
+        """Embeds texts as unit vectors, whose cosines are compared: (texts, dimensions)."""
         if self.model.patches:
             raise InputError("a scope reads inputs with the unedited model; revert the patches on the model first")
         return self.project(text_features(self.model, texts, self.layers))
 
     def project(self, features: Tensor) -> Tensor:
-        """Pooled hidden states as unit vectors."""
+        """Turns pooled hidden states into unit vectors."""
         z = (features - self.mean) / self.scale
         return F.normalize(z if self.projection is None else z @ self.projection.T, dim=-1)
 
@@ -200,7 +200,7 @@ class Scope:
         return self.match_vectors(inputs, self.embed(inputs)) if self.facts else [None] * len(inputs)
 
     def match_vectors(self, inputs: Sequence[str], vectors: Tensor) -> list[int | None]:
-        """Matches inputs whose unit vectors are known already."""
+        """Matches inputs whose unit vectors are already known."""
         if not self.facts:
             return [None] * len(inputs)
         threshold = self.calibrated.threshold
@@ -230,7 +230,7 @@ class Scope:
 
     @classmethod
     def load(cls, path: str | Path, model: TaskModel) -> Self:
-        """A scope from its file, for the model that it was made for."""
+        """Loads a scope for the model that it was made for."""
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -257,7 +257,7 @@ class Scope:
 def _threshold(nearest: Tensor, false_matches: float) -> float:
     """The lowest threshold that at most the given share of these cosines reaches."""
     allowed = int(false_matches * len(nearest))
-    return float(nearest.sort(descending=True).values[allowed]) + 1e-4  # just above the first that is one too many
+    return float(nearest.sort(descending=True).values[allowed]) + 1e-4  # just above the first cosine beyond that share
 
 
 def _paraphrases(revision: Revision, most: int | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Learning a projection in which paraphrases of a fact lie close together and all other facts further away."""
+"""Learns a projection in which paraphrases of one fact are close together and different facts far apart."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ScopeConfig:
 
     dimensions: int = 256  # of the projection
     steps: int = 1500
-    seeds_per_step: int = 48  # facts drawn at random; each brings `neighbours` of its nearest other facts along
+    seeds_per_step: int = 48  # facts drawn at random, each together with `neighbours` of its nearest facts
     neighbours: int = 5
     learning_rate: float = 1e-3
-    paraphrases: int = 2  # per fact that are used, of each kind
-    facts: int = 12_000  # that are used, at most
-    held_out: int = 1024  # facts that only the threshold is chosen on
-    false_matches: float = 0.005  # share of other inputs that may be taken for one of the active facts
+    paraphrases: int = 2  # per fact, of each kind
+    facts: int = 12_000  # maximum number to train on
+    held_out: int = 1024  # maximum number of held-out facts, on which the threshold is chosen
+    false_matches: float = 0.005  # share of other inputs that may match an active fact
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -42,11 +42,11 @@ def learn_projection(
     config: ScopeConfig,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Tensor:
-    """A linear map of standardised features, (dimensions, features), whose cosines tell facts apart.
+    """A linear map of standardised features, (dimensions, features), whose cosines distinguish facts.
 
     `wordings` lists, for each fact, the rows of `features` that belong to it. Every step draws two wordings of each
-    of a number of facts that are hard to tell apart, and scores all pairs with a logistic loss (SigLIP; Zhai et al.,
-    2023). Unlike a softmax over the batch, that loss asks for one threshold that suits every fact.
+    of several similar facts, and scores all pairs with a logistic loss (SigLIP; Zhai et al., 2023). Unlike a softmax
+    over the batch, that loss favours one threshold for all facts.
     """
     rng = random.Random(config.seed)
     projection = nn.Linear(features.shape[1], config.dimensions, bias=False)
@@ -80,7 +80,7 @@ def learn_projection(
 
 
 def nearest_facts(vectors: Tensor, count: int) -> list[list[int]]:
-    """The numbers of the facts most like each fact, by cosine; computed in slices to bound memory."""
+    """The indices of the facts most similar to each fact, by cosine. Computed in slices to bound memory."""
     found: list[list[int]] = []
     count = min(count, len(vectors) - 1)
     for start in range(0, len(vectors), 1024):
@@ -93,7 +93,7 @@ def nearest_facts(vectors: Tensor, count: int) -> list[list[int]]:
 def _draw(
     wordings: Sequence[Sequence[int]], nearest: Sequence[Sequence[int]], config: ScopeConfig, rng: random.Random
 ) -> tuple[list[int], list[int]]:
-    """Two wordings of each of some facts and of facts that are like them."""
+    """Draws two wordings of each of some facts and of their nearest facts."""
     seeds = rng.sample(range(len(wordings)), min(config.seeds_per_step, len(wordings)))
     drawn = dict.fromkeys(seeds)
     for fact in seeds:

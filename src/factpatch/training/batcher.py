@@ -1,4 +1,4 @@
-"""Training batches: revisions tokenised once, from which the tensors of each step are picked.
+"""Batcher: tokenises revisions once, and builds the tensors of each training step from them.
 
 One step makes E edits. Each edit has R rows that run under its own patch: its input, its paraphrases and control
 inputs. Only target positions count: the class of a row, or the tokens of its answer (`·` is padding).
@@ -69,7 +69,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class _RowChoice:
-    """Rows of each edit, by the index of their texts and targets: (edits, rows) each."""
+    """The rows of each edit, given by indices of texts and targets: (edits, rows) each."""
 
     texts: Indices
     targets: Indices
@@ -93,7 +93,7 @@ class Batcher:
             [conditions[editor.condition_text(FactEdit(r.input, text, r.prediction))] for text in r.alternatives]
             for r in revisions
         )
-        # As a control input, a revision keeps its prediction or, for KL over the beam, all candidates.
+        # Answers of a revision that must stay if it is a control input: its prediction, or all candidates of its beam.
         self.kept = _Ragged(
             [targets[text] for text in (r.prediction, *r.alternatives)[: config.candidates]] for r in revisions
         )
@@ -169,7 +169,7 @@ class Batcher:
         )
 
     def _targets(self, choice: _RowChoice, numbers: Indices, labels: Tensor, total: int) -> ControlTargets:
-        """The target positions of some rows, which have these numbers in the batch."""
+        """The target positions of some rows; `numbers` are the rows' indices in the batch."""
         width = 1 if self.classes else labels.shape[1]
         lengths = self.target_lengths[choice.targets.ravel()]
         row, token = np.nonzero(np.arange(width) < lengths[:, None])
@@ -183,7 +183,7 @@ class Batcher:
         )
 
     def _fill(self, targets: ControlTargets) -> ControlTargets:
-        """Adds positions without weight where few different shapes are wanted."""
+        """Pads with positions of weight 0, so that there are few different shapes for CUDA graphs."""
         count = len(targets.positions)
         missing = -count % max(1, 2 ** count.bit_length() // 8)
         if not self.few_shapes or self.classes or not missing:
@@ -192,7 +192,7 @@ class Batcher:
         return replace(ControlTargets(**filled), labels=F.pad(targets.labels, (0, missing), value=NO_TARGET))
 
     def _labels(self, targets: Indices) -> Tensor:
-        """(rows,) classes, or (rows, tokens)"""
+        """The labels of each row: (rows,) classes, or (rows, tokens)."""
         width = int(self.target_lengths[targets].max())
         width += -width % TARGET_STEP if self.few_shapes else 0
         picked = self.targets[to_device(self.device, targets), :width]
@@ -200,7 +200,7 @@ class Batcher:
 
 
 class _TextNumbers:
-    """Numbers texts in the order in which they are first asked for."""
+    """Numbers texts in the order in which they are first looked up."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -217,7 +217,7 @@ class _TextTable:
     """Encoded texts, padded, on a device."""
 
     def __init__(self, encoded: Sequence[Encoded], pad: int, device: torch.device, step: int = 1):
-        """`step` is what the width of picked texts is rounded up to a multiple of."""
+        """The width of picked texts is rounded up to a multiple of `step`."""
         self.step = step
         self.lengths = np.array([len(one["input_ids"]) for one in encoded])
         fills = {"input_ids": pad}
@@ -241,5 +241,5 @@ class _Ragged:
         self.flat = np.array([number for one in stored for number in one] or [0], dtype=np.int64)
 
     def at(self, lists: Indices, indices: Indices) -> Indices:
-        """One entry of each chosen list; any entry at all where the list is empty."""
+        """One entry of each chosen list; an arbitrary one if the list is empty."""
         return self.flat[np.minimum(self.starts[lists] + indices, len(self.flat) - 1)]

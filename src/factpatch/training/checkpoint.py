@@ -36,7 +36,7 @@ class RunFolder:
         check_writable(self.path)
 
     def _in_use(self) -> bool:
-        """Whether the folder holds anything; a run killed before its first checkpoint does not count."""
+        """Whether the folder contains files, other than those of a run killed before its first checkpoint."""
         if not self.path.is_dir():
             return self.path.exists()
         # Other processes of this run may be testing at this moment whether they can write here.
@@ -44,7 +44,7 @@ class RunFolder:
         return has_checkpoint(self.checkpoint) or any(path != self.checkpoint for path in there)
 
     def check_settings(self, saved: Mapping[str, Any], wanted: Mapping[str, Any], changeable: Iterable[str]) -> None:
-        """Refuses to resume a run with other settings than it had, except for those that are `changeable`."""
+        """Raises an InputError if a run is resumed with settings that differ and are not `changeable`."""
         compared = wanted.keys() - set(changeable)
         differing = sorted(key for key in compared if wanted[key] != saved.get(key, wanted[key]))
         if differing:
@@ -52,14 +52,14 @@ class RunFolder:
             raise InputError(f"the run in {self.path} had other settings: {changes}; resume it with the same ones")
 
     def sweep(self) -> None:
-        """Removes what a run that was killed while writing has left; other files stay."""
+        """Removes partly written files of a run that was killed; other files stay."""
         written = ("config.json", "metrics.jsonl", "editor", "last", "new")
         half_written = (path for name in written for path in self.path.glob(f".{name}.*"))
         for left in (*half_written, *self.path.glob(".checkpoint"), *self.checkpoint.glob(".step-*")):
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
     def remove_checkpoint(self) -> None:
-        """Removes the checkpoint by a rename first, so that a kill leaves a complete one or none."""
+        """Renames the checkpoint, then removes it, so that a killed process leaves a complete one or none."""
         if not self.checkpoint.exists():
             return
         doomed = self.path / ".checkpoint"
@@ -72,8 +72,8 @@ def save_checkpoint(
 ) -> None:
     """Writes one file per group of tensors, such as the model's and the optimizer's, and the numbers as JSON.
 
-    Each checkpoint is a new folder that appears in one rename. Older ones are removed afterwards, so that there is a
-    complete one whenever a run is killed.
+    Each checkpoint is a new folder that appears in one rename. Older ones are removed afterwards, so that a
+    killed run always leaves a complete one.
     """
     with atomic_folder(folder / f"step-{step:09}") as scratch:
         for group, named in tensors.items():

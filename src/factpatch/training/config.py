@@ -49,13 +49,13 @@ class TrainConfig:
     margin_floor: float = 1e-3  # smallest margin of the kl constraint
     lp_margin: float = 1e-6
     lp_margin_floor: float = 1e-9
-    margin_factor: float = 0.8  # multiplies the margins after each validation with a success above anneal_above
+    margin_factor: float = 0.8  # multiplies the margins after each validation whose success is above anneal_above
     anneal_above: float = 0.9
     paraphrases: str = "generated"  # paraphrases to learn from: generated, human, all or none
     paraphrase_rows: int = 1  # paraphrases drawn per edit
     label_smoothing: float = 0.0  # of the edit loss
     updates: int = 1  # updates per edit, each computed on the model as the previous one left it
-    together: int = 1  # edits of a step that are merged into one patch; above 1 it sets `edits`
+    together: int = 1  # edits that each step merges into one patch; a value above 1 also sets `edits`
 
     # One step
     edits: int = 128  # edits per step
@@ -71,19 +71,19 @@ class TrainConfig:
     optimizer: str = "rmsprop"  # centred RMSprop, as in the paper's code, or adam with decoupled decay, as in its text
     lr: float = 3e-4
     multiplier_lr: float = 1e-1
-    multiplier_schedule: str = "constant"  # of multiplier_lr: constant, or linear with the same warm-up as lr
+    multiplier_schedule: str = "constant"  # schedule of multiplier_lr: constant, or linear with the same warm-up as lr
     weight_decay: float = 0.0
     warmup: int = 100  # steps, at most a tenth of the run
-    schedule: str = "linear"  # of the learning rate after the warm-up: linear to 0, or constant
+    schedule: str = "linear"  # schedule of lr after the warm-up: linear to 0, or constant
     clip: float | None = None  # maximum gradient norm
     precision: str | None = None  # fp32 or bf16; None means bf16 on a GPU and fp32 on a CPU
     graphs: bool = True  # record each step as a CUDA graph, on a GPU
 
     # Choosing the best editor
     holdout: int = 500  # revisions held out of train without --valid, at most a tenth
-    validations: int = 60  # over the whole run
+    validations: int = 60  # in the whole run
     validation_edits: int = 128  # drawn for each validation
-    validation_inputs: int = 32  # control inputs of each validation
+    validation_inputs: int = 32  # control inputs per validation
     validation_paraphrases: int = 2  # per edit, of each kind
     validation_share: float | None = None  # maximum share of the time for validations, in runs limited by minutes
     final_edits: int = 200  # held-out revisions on which the best editor is measured at the end
@@ -121,7 +121,7 @@ class TrainConfig:
 
 
 def editor_config_class(method: str) -> type[Any]:
-    """The config class of a method's editors; an InputError if there is no such method or it cannot be trained."""
+    """The config class of a method's editors. Raises an InputError if the method is unknown or cannot be trained."""
     found = find_method(method)
     if not found.trainable:
         trainable = ", ".join(name for name, known in METHODS.items() if known.trainable)
@@ -130,7 +130,7 @@ def editor_config_class(method: str) -> type[Any]:
 
 
 def _problems(config: TrainConfig) -> Iterator[str]:
-    """Everything that is wrong with a config whose values have the right types."""
+    """Yields all problems of a config whose values have the right types."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     try:
         editor_config_class(config.method)
@@ -193,7 +193,7 @@ def config_to_json(config: TrainConfig) -> dict[str, Any]:
 
 
 def _config(values: Mapping[str, Any], problems: list[str]) -> TrainConfig:
-    """A config of these values, or an error that adds what is wrong with them to the known problems."""
+    """Builds a config from these values. The error for bad values also lists the known problems."""
     try:
         nested = {"editor": editor_config_class(str(values.get("method", "hyper")))}
     except InputError:

@@ -1,4 +1,4 @@
-"""Examples to fine-tune on: read from data, checked, and grouped into batches."""
+"""Reads and checks examples to fine-tune on, and groups them into batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from factpatch.errors import InputError
 from factpatch.facts import normalize
 from factpatch.models.base import Encoded
 
-BUCKET = 50  # batches whose examples are sorted by length together
+BUCKET = 50  # number of batches whose examples are sorted by length together
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Example:
 
 
 def batches_from(examples: list[Example], size: int, seed: int, step: int) -> Iterator[list[Example]]:
-    """Yields batches without end, starting at any step. Examples of similar length share a batch to save padding."""
+    """Yields batches endlessly, starting at any step. Examples of similar length share a batch to save padding."""
     per_epoch = -(-len(examples) // size)
     epoch, position = divmod(step, per_epoch)
     while True:
@@ -59,7 +59,7 @@ def read_answered(
 
 
 def labels_of(records: Sequence[Record]) -> list[str]:
-    """The labels of all claims, each as it is first written; capitalisation does not matter."""
+    """The labels of all claims, each in its first spelling; capitalisation does not matter."""
     spellings: dict[str, str] = {}
     for record in records:
         label = record.answers[0]

@@ -1,4 +1,4 @@
-"""Fine-tuning task models (the paper's appendix): classifiers of claims, and encoder-decoders that answer questions."""
+"""Fine-tunes classifiers of claims, and encoder-decoders that answer questions (De Cao et al., 2021, appendix)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from factpatch.processes import accelerator_on
 from factpatch.training.examples import Example, batches_from, labels_of, read_answered
 from factpatch.training.run import Run, copy_of, sum_gradients, summed, within_error_of_best
 
-CPU_DEFAULTS: dict[str, Any] = {"batch": 32, "epochs": 3.0}  # what `factpatch fit` uses there unless told otherwise
+CPU_DEFAULTS: dict[str, Any] = {"batch": 32, "epochs": 3.0}  # defaults of `factpatch fit` on a CPU
 
 
 @dataclass(frozen=True)
 class FitConfig:
-    """Settings of fine-tuning. The defaults are the paper's, except that the data's size sets the number of updates."""
+    """Settings of fine-tuning. The defaults are the paper's, except that `epochs` sets the number of updates."""
 
     task: str = "classify"  # or "answer"
     lr: float = 3e-5
     batch: int = 256
     epochs: float = 10.0  # how long to train, unless steps or minutes are given
     steps: int | None = None
-    minutes: float | None = None  # stretches the schedule over this time
+    minutes: float | None = None  # stretches the schedule over this time instead
     warmup: int = 500  # steps, at most a tenth of the run
     weight_decay: float = 1e-2
     max_tokens: int = 32  # longer inputs are truncated
@@ -47,7 +47,7 @@ class FitConfig:
     dropout: float | None = None  # None: as in the model's config
     labels: list[str] | None = None  # allowed labels; None: those of the training file
     holdout: int | None = None  # records of train that choose the best weights; None: 1000 claims or 500 facts, ≤ 10 %
-    validations: int = 20  # over the whole run
+    validations: int = 20  # in the whole run
     checkpoint_seconds: float = 60.0
     seed: int = 0
 
@@ -100,7 +100,7 @@ class Fit(Run):
         watch: Callable[[Status], object] = lambda status: None,
         valid: str | Path | None = None,
     ) -> dict[str, Any]:
-        """Trains, keeps the weights that are best on `valid` or on records held out of train, measures them on dev."""
+        """Trains, keeps the weights that are best on `valid` or on held-out records, and measures them on dev."""
         config = self.config
         self.watch = watch
         torch.manual_seed(config.seed)
@@ -140,7 +140,7 @@ class Fit(Run):
         return result
 
     def _read_train(self, train: str | Path, skip_bad: bool) -> tuple[list[str] | None, list[Record], Counts]:
-        """Loads the model and reads what it is to learn; a classifier's labels come from the data."""
+        """Loads the model and reads its training data, from which a classifier gets its labels."""
         config = self.config
         if config.task == "answer":
             self._load(None)
@@ -251,15 +251,15 @@ class Fit(Run):
             raise InputError(f"the model can generate {most} tokens, this answer has {tokens}; shorten or remove it")
 
     def _set_answer_length(self, examples: Sequence[Example]) -> None:
-        """Lets the model's answers be as long as its longest target, and saves this with how answers are searched."""
+        """Limits answers to the length of the longest target, in the generation settings saved with the model."""
         model = self.model
         assert isinstance(model, Seq2Seq)
         model.limit_answers(min(MAX_ANSWER_TOKENS, max(len(e.target) for e in examples)))
-        model.generation.length_penalty = 0.0  # the most likely answer, not the one with the most likely tokens
+        model.generation.length_penalty = 0.0  # find the most likely answer, without a bonus for its length
         model.model.generation_config = model.generation
 
     def _save(self, result: dict[str, Any]) -> None:
-        """Writes the model's folder, with how it was made and which facts of train it has not seen."""
+        """Writes the model's folder, including its settings and the held-out facts of train."""
         where = surroundings(self.accelerator.device)
         about = {"model": self.model_name, **self.data, "config": asdict(self.config), **where, "result": result}
         with files_into(self.folder.path) as scratch:
@@ -273,7 +273,7 @@ class Fit(Run):
 
 
 def summed_loss(model: TaskModel, examples: Sequence[Example], config: FitConfig) -> Tensor:
-    """The loss summed over claims, or over all answer tokens, label-smoothed. Padding is left out before the head."""
+    """The loss summed over claims, or over answer tokens with label smoothing. The head does not run on padding."""
     rows = model.collate([e.encoded for e in examples], [e.target for e in examples])
     labels = rows.labels
     assert labels is not None
@@ -288,6 +288,6 @@ def summed_loss(model: TaskModel, examples: Sequence[Example], config: FitConfig
 
 
 def classifier_losses(logits: Tensor, labels: Tensor, entropy: float) -> Tensor:
-    """Cross-entropy minus a share of the prediction's entropy, which keeps the model from certainty: (rows,)"""
+    """Cross-entropy minus a share of the prediction's entropy, which keeps the model from becoming certain: (rows,)."""
     log_p = logits.float().log_softmax(-1)
     return F.nll_loss(log_p, labels, reduction="none") + entropy * (log_p.exp() * log_p).sum(-1)

@@ -19,8 +19,8 @@ class Graphed:
     """A function from a batch to tensors which, on a GPU, records each set of shapes when it occurs a second time.
 
     The function must run the same kernels for the same shapes, and return tensors of the same shapes for all batches.
-    If it waits for the device, as some models do, it cannot be recorded and is called as usual. Each call overwrites
-    the tensors that the previous one returned.
+    If it synchronises with the device, as some models do, it cannot be recorded and is called normally. Each call
+    overwrites the tensors that the previous one returned.
     """
 
     def __init__(self, function: Callable[[Any], Tensors], enabled: bool = True):
@@ -62,7 +62,7 @@ class Graphed:
             self.max_graphs = len(self.graphs)
         except RuntimeError as error:
             self.max_graphs, self.unrecordable = 0, str(error).splitlines()[0]
-        torch.cuda.set_stream(before)  # a recording that fails does not restore it
+        torch.cuda.set_stream(before)  # a failed recording does not restore it
         torch.cuda.synchronize()
         if self.unrecordable:
             self.release()
@@ -70,7 +70,7 @@ class Graphed:
 
 class _Graph:
     def __init__(self, function: Callable[[Any], Tensors], batch: Any, stream: torch.cuda.Stream, first: _Graph | None):
-        """Records in the memory of the first graph, outputs included, because an editor's gradients are large."""
+        """Shares memory with the first graph, including outputs, because an editor's gradients are large."""
         batch = _copied(batch)
         self.inputs = tensors_of(batch)
         stream.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""Constrained optimisation with multipliers: min over φ, max over α of  L + Σ α (C − m)  (the paper, §4.2)."""
+"""Optimisation with multipliers: min over φ, max over α of  L + Σ α (C − m)  (De Cao et al., 2021, §4.2)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Lagrangian(nn.Module):
 
     @torch.no_grad()
     def update(self, values: Tensor, lr: float) -> None:
-        """One step of gradient ascent of α in C − m."""
+        """Makes one step of gradient ascent: α grows where C − m is positive."""
         self.multipliers.grad = (self.margins - values).float()  # optimizers descend
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()

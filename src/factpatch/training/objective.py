@@ -1,4 +1,4 @@
-"""The objective of one step (the paper, §3.2 and §4.2): the edit loss, and constraints on what must stay."""
+"""The objective of one step (De Cao et al., 2021, §3.2 and §4.2): the edit loss, and the constraints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from factpatch.training.unedited import outputs_of
 
 @dataclass(frozen=True)
 class Measured:
-    """The values of a step, or one part's share of them, still on the device."""
+    """The objective's values for a step, or one part's share of them, still on the device."""
 
     loss: Tensor  # ()
     constraints: Tensor  # (constraints,)
@@ -36,11 +36,11 @@ class Objective:
         self.unedited = unedited
 
     def __call__(self, editor: TrainableEditor, batch: StepBatch) -> Measured:
-        """Evaluates a batch, differentiably in the editor's parameters."""
+        """Evaluates a batch; the result is differentiable with respect to the editor's parameters."""
         return self.measure(batch, self.update(editor, batch.edit_batch))
 
     def measure(self, batch: StepBatch, deltas: dict[str, Delta]) -> Measured:
-        """Evaluates a batch under given changes: a stack with one entry per edit, or with one for all of them."""
+        """Evaluates a batch under given changes: stacks with one entry per edit, or with one entry for all edits."""
         with edited(self.model.layers, deltas):
             features = self.model.features(batch.rows)
         sizes = [len(batch.edit_targets.labels), len(batch.control_targets.labels)]
@@ -71,8 +71,8 @@ class Objective:
     def _kl(self, batch: StepBatch, features: Tensor) -> Tensor:
         """KL between the unedited and the edited model's distributions at the control inputs.
 
-        They are distributions over classes or over each answer token; or over the beam's candidates as whole answers,
-        Σ p(c) log p(c)/p'(c), where p' comes from the losses of the candidates' tokens.
+        The distributions are over classes, over the vocabulary at each answer token, or over the beam's candidates as
+        whole answers: Σ p(c) log p(c)/p'(c), where p' comes from the losses of the candidates' tokens.
         """
         targets = batch.control_targets
         unedited = self._unedited(batch)

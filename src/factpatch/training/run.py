@@ -1,4 +1,4 @@
-"""What `fit` and `train` have in common: a clock, a loop, checkpoints, a schedule, and processes that work together."""
+"""The parts that `fit` and `train` share: clock, loop, checkpoints, schedule and communication between processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
 
 
 class Clock:
-    """Tells how much of a run is done: of its steps or, if minutes are given, of its time.
+    """Measures the progress of a run by its steps or, if minutes are given, by its time.
 
     The minutes include the set-up before the first step and a `reserve` for what follows the last one.
     """
@@ -45,7 +45,7 @@ class Clock:
         self.reserve = 0.0  # seconds
 
     def start(self, steps: int, earlier: float = 0.0) -> None:
-        """Starts training, of which a resumed run has already done `earlier` seconds."""
+        """Starts training. `earlier` is the training time of a resumed run before it was interrupted."""
         self.steps = steps
         self.earlier = earlier
         self.setup = time.perf_counter() - self.begin
@@ -70,7 +70,7 @@ class Clock:
 
 
 class Run(ABC):
-    """A run that updates, validates, reports, writes checkpoints, can be stopped at any step and resumed.
+    """A run that updates, validates, reports and writes checkpoints. It can be stopped at any step and resumed.
 
     Subclasses declare their state in `modules`, `optimizers`, `best` and `identity` before they call `_start`.
     """
@@ -82,7 +82,7 @@ class Run(ABC):
     modules: dict[str, nn.Module]  # everything with a state, the network included
     optimizers: dict[str, torch.optim.Optimizer]
     best: dict[str, Tensor]  # the network's best state
-    identity: dict[str, Any]  # the settings and hashes that make this run the same run when it is resumed
+    identity: dict[str, Any]  # settings and hashes that must be equal when the run is resumed
 
     def __init__(self, output: str | Path, resume: bool, minutes: float | None):
         self.folder = RunFolder(output, resume)
@@ -94,7 +94,7 @@ class Run(ABC):
 
     @abstractmethod
     def _update(self, share: float) -> None:
-        """Makes one step; `share` of the run is done before it."""
+        """Makes one step; `share` is the progress of the run before it."""
 
     @abstractmethod
     def _validate(self, number: int) -> None:
@@ -175,7 +175,7 @@ class Run(ABC):
     def _save_checkpoint(self) -> None:
         if not self.accelerator.is_main_process:
             return
-        self._check()  # or the last good checkpoint would be lost
+        self._check()  # a run that has diverged must not overwrite the last good checkpoint
         tensors = {name: module.state_dict() for name, module in self.modules.items()}
         tensors |= {name: optimizer_tensors(optimizer) for name, optimizer in self.optimizers.items()}
         tensors |= {"best": self.best, "random": random_state()}
@@ -242,13 +242,13 @@ def schedule(share: float, warmup: float, kind: str = "linear") -> float:
 
 
 def within_error_of_best(score: float, earlier: Sequence[float], records: int, errors: float = 1.0) -> bool:
-    """Whether a score, a share of so many records, is at most `errors` standard errors below the best earlier one.
+    """Whether a score, a share of `records` records, is at most `errors` standard errors below the best earlier one.
 
-    Among scores that a small held-out set cannot tell apart, the latest is the one to trust: it has seen most data at
-    the smallest learning rate, whereas the highest of many noisy scores owes most to chance.
+    Among scores that a small held-out set cannot distinguish, the latest is the most trustworthy: it has seen the most
+    data at the smallest learning rate, whereas the highest of many noisy scores is mostly due to chance.
     """
     best = max(earlier, default=0.0)
-    share = (best * records + 2) / (records + 4)  # Agresti and Coull: a perfect score has an error, too
+    share = (best * records + 2) / (records + 4)  # Agresti and Coull (1998): gives a perfect score an error, too
     return score >= best - errors * math.sqrt(share * (1 - share) / (records + 4))
 
 

@@ -1,4 +1,4 @@
-"""Which revisions a training step edits, and which paraphrases and control inputs it looks at."""
+"""Sampler: draws the revisions, paraphrases and control inputs of each training step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from factpatch.training.config import TrainConfig
 
 Indices = NDArray[np.int64]
 
-SMALLEST_POOL = 64  # control inputs, so that each edit finds one that is none of its own forms
+SMALLEST_POOL = 64  # control inputs, so that each edit finds one that is not one of its own forms
 
-# First entries of the seeds of the independent random streams of a run.
+# These numbers make the seeds of a run's random streams different.
 STEP, EPOCH, POOL = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The random choices of one step, or of a part of one. Revisions are named by their index."""
+    """The random choices of one step, or of a part of one. Revisions are given by their index."""
 
     edited: Indices  # (edits,)  revisions to edit
     alternatives: Indices  # (edits,)  index of the target among each revision's alternatives
@@ -32,7 +32,7 @@ class Plan:
     controls: Indices  # (edits, controls)  revisions whose predictions must stay
 
     def part(self, first: int, parts: int) -> Plan:
-        """Every `parts`-th edit from the first."""
+        """Every `parts`-th edit, starting at `first`."""
         own = slice(first, None, parts)
         return Plan(self.edited[own], self.alternatives[own], self.paraphrases[own], self.controls[own])
 
@@ -62,7 +62,7 @@ class Sampler:
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a step lies in one epoch or at the border of two
 
     def _control_pool(self, revisions: int) -> Indices:
-        """Revisions that may serve as control inputs: as many as the whole run can look at.
+        """Revisions that may serve as control inputs: as many as the whole run can use.
 
         The unedited model's outputs for each of them are computed once, before the first step.
         """
@@ -72,7 +72,7 @@ class Sampler:
         return np.random.default_rng([config.seed, POOL]).permutation(revisions)[:size]
 
     def _check_controls(self) -> None:
-        """Each edit needs a control input that is none of its own forms."""
+        """Checks that each edit has a control input that is not one of its own forms."""
         in_pool = np.unique(self.forms[self.pool])
         revisions, forms = np.divmod(self.own_forms, self.form_count)
         own = np.bincount(revisions[np.isin(forms, in_pool)], minlength=len(self.forms))
@@ -82,11 +82,11 @@ class Sampler:
             )
 
     def prefer(self, weights: NDArray[np.float64]) -> None:
-        """From now on, draws control inputs in proportion to these weights, one for each revision of the pool."""
+        """Makes `plan` draw control inputs in proportion to these weights, one for each revision of the pool."""
         self.cumulative = np.cumsum(weights) / np.sum(weights)
 
     def plan(self, step: int, edits: int | None = None) -> Plan:
-        """The choices of a step, of at most so many edits."""
+        """The random choices of a step with at most `edits` edits."""
         config = self.config
         rng = np.random.default_rng([config.seed, STEP, step])
         edited = self._edited_at(step)[:edits]
@@ -99,7 +99,7 @@ class Sampler:
         return Plan(edited, alternatives, paraphrases, self._controls(edited, rng))
 
     def _controls(self, edited: Indices, rng: np.random.Generator) -> Indices:
-        """(edits, controls)"""
+        """Draws control inputs for each edit: (edits, controls)."""
         shape = (len(edited), self.config.controls_per_edit)
         if self.cumulative is None:
             drawn = rng.integers(0, len(self.pool), shape)
@@ -135,7 +135,7 @@ class Sampler:
         return self.own_forms[slice(*bounds)] - revision * self.form_count
 
     def _edited_at(self, step: int) -> Indices:
-        """The revisions edited by a step: each one once per epoch, in an order of the epoch's own."""
+        """The revisions edited by a step. Each epoch edits every revision once, in its own random order."""
         positions = step * self.config.edits + np.arange(self.config.edits)
         epochs, within = np.divmod(positions, len(self.editable))
         edited = np.empty_like(positions)

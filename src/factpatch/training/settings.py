@@ -53,7 +53,7 @@ def read_settings(settings: Sequence[str], problems: list[str]) -> dict[str, Any
 
 
 def merged(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Combines settings, of which later ones win. Steps that come later also replace minutes that came before."""
+    """Combines settings; later ones win. A later `steps` also overrides an earlier `minutes`."""
     found: dict[str, Any] = {}
     for values in sources:
         if "steps" in values:
@@ -92,7 +92,7 @@ def typed(
 
 
 def _converted(kind: Any, value: Any) -> Any:
-    """The value as a number, text, truth value or texts; a ValueError names what was expected."""
+    """Converts a value to a field's type. If it does not fit, a ValueError names what was expected."""
     if isinstance(kind, types.UnionType):
         return None if value is None else _converted(next(k for k in kind.__args__ if k is not type(None)), value)
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):

@@ -59,7 +59,7 @@ class Learner:
     @no_cudnn_attention()
     @tensor_core_products()
     def step(self, batches: Sequence[StepBatch]) -> Tensor:
-        """One update from all batches of a step, in this process and in others.
+        """Makes one update from all batches of a step, of this process and of others.
 
         Returns the loss, the value of each constraint and the gradient norm, still on the device: (2 + constraints,).
         """

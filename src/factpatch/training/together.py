@@ -1,11 +1,11 @@
-"""Training through the merge: the gradient of an editor whose edits are merged into one patch.
+"""Trains through the merge: computes the gradient of an editor whose edits are merged into one patch.
 
 For one weight, with keys K and values V at the edits' tokens and M = KᵀK + λ N C, the merged change of N edits is
 S = Vᵀ K M⁻¹ (merging.py). Three phases keep memory independent of N, as in MALMEN (Tan et al., 2024):
 
 1. The edits are read in chunks, without gradients. KᵀK and KᵀV are summed, and S is solved.
 2. The objective is evaluated on the model under S and differentiated: Γ = ∂L/∂S.
-3. ∂L/∂V = K M⁻¹ Γᵀ. Each chunk is read again, and its part of ∂L/∂V goes back through the editor.
+3. ∂L/∂V = K M⁻¹ Γᵀ. Each chunk is read again, and its part of ∂L/∂V is propagated back through the editor.
 
 The ridge is learned with the editor, as ρ = log λ of each weight: ∂L/∂ρ = −λ N ⟨M⁻¹ Γᵀ, C Sᵀ⟩.
 """
@@ -31,7 +31,7 @@ from factpatch.training.graphs import Tensors
 from factpatch.training.objective import Measured, Objective
 
 EDITS_PER_CHUNK = {"cpu": 32, "cuda": 128}
-FEWEST = 8  # edits merged at the beginning of a run
+FEWEST = 8  # number of edits merged at the beginning of a run
 
 
 def merged_at(share: float, together: int) -> int:
@@ -67,7 +67,7 @@ class MergedGradients:
     def __call__(self, batch: StepBatch, whole: Callable[[Measured], Tensor]) -> Tensors:
         """The loss and the constraints, (1 + constraints,), then the gradient of each parameter of the editor.
 
-        `whole` makes one number of the objective's values: the loss plus the multipliers' penalty.
+        `whole` combines the objective's values into one number: the loss plus the multipliers' penalty.
         """
         edits = len(batch.edit_batch.rows)
         solved = self._solve(batch.edit_batch)
@@ -131,7 +131,7 @@ class MergedGradients:
             )
 
     def _keys_and_values(self, batch: EditBatch) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """For each weight, what the layer reads at the edits' tokens, and what the edit's own change adds there."""
+        """For each weight, the layer's inputs at the edits' tokens, and what each edit's change adds to its outputs."""
         rows = _with_distinct_widths(batch.rows)
         traces = self.editor.trace(self.model, EditBatch(rows, batch.condition))
         for name, delta in self.editor(batch.condition, traces).items():
@@ -147,7 +147,7 @@ def _added(delta: Delta, X: Tensor) -> Tensor:
 
 
 def _with_distinct_widths(rows: Rows) -> Rows:
-    """Pads answers by one token if they are as wide as the inputs: a layer's width then says which of them it reads."""
+    """Pads answers by one token if they are as wide as the inputs, so that the width shows which ones a layer reads."""
     labels = rows.labels
     if labels is None or labels.dim() == 1 or labels.shape[1] != rows.inputs["input_ids"].shape[1]:
         return rows

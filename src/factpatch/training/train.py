@@ -36,7 +36,7 @@ from factpatch.training.validation import Validator, split_revisions
 
 COVARIANCE_INPUTS = 2000  # control inputs from which the covariance for merging is computed
 FINAL_SHARE = 0.1  # maximum share of the time for the measurement at the end, in runs limited by minutes
-ENOUGH_STEPS, ENOUGH_SUCCESS = 200, 0.5  # below either of them, an editor does not count as trained
+ENOUGH_STEPS, ENOUGH_SUCCESS = 200, 0.5  # an editor below either of them does not count as trained
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Status:
 
 
 class Train(Run):
-    """Trains one editor for a model, in one folder. The model leaves as it came."""
+    """Trains one editor for a model, in one folder. The model is left unchanged."""
 
     changeable = ("checkpoint_seconds", "tracker", "split", "lr", "clip", "graphs")
 
@@ -100,7 +100,7 @@ class Train(Run):
     ) -> dict[str, Any]:
         """Trains, and saves the last editor and the one that is best on `valid` or on revisions held out of train.
 
-        `watch` gets the state of the run, `warn` messages, `on_stage` the progress of everything besides training.
+        `watch` is called with the state of the run, `warn` with messages, `on_stage` with the progress of other stages.
         """
         self.watch, self.warn, self.on_stage = watch, warn, on_stage
         hashes = {"train": source_hash(train), "valid": source_hash(valid) if valid else None}
@@ -240,7 +240,7 @@ class Train(Run):
         loss, *values, norm = self._check()
         sample = self.validator.sample(number)
         found = self._measure(sample, "validating")
-        # Two errors: each validation draws a sample of its own.
+        # Two standard errors, because each validation draws its own sample.
         if within_error_of_best(_score(found), [_score(record) for record in self.metrics], len(sample[0]), errors=2):
             self.best_step, self.best = self.step, copy_of(self.editor)
         seconds = self.clock.training_seconds()
@@ -306,7 +306,7 @@ class Train(Run):
 
 
 def _trained_editor(folder: str | Path, model: TaskModel, config: TrainConfig) -> tuple[TrainableEditor, TrainConfig]:
-    """A trained editor to start from, and the config with its settings."""
+    """Loads a trained editor to start from, and returns it with a config that has its settings."""
     editor = load_editor(folder, model.device)
     editor.check_fits(model)
     if config.editor not in (editor.config, editor_config_class(config.method)()) or config.method != editor.name:
@@ -318,10 +318,10 @@ def _trained_editor(folder: str | Path, model: TaskModel, config: TrainConfig) -
 
 def _in_float32(model: TaskModel) -> TaskModel:
     """A copy of a model in float32, with the fingerprint of the original."""
-    _ = model.fingerprint  # computed before the copy is made, which then has it, too
+    _ = model.fingerprint  # cached before copying, so that the copy has it, too
     return copy.deepcopy(model).cast(torch.float32)
 
 
 def _score(found: dict[str, Any]) -> float:
-    """What the best editor has most of: the mean of success and retain."""
+    """The score by which the best editor is chosen: the mean of success and retain."""
     return (found["success"] + (found["retain"] or 0.0)) / 2

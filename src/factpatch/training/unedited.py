@@ -1,4 +1,4 @@
-"""What the unedited model makes of the control inputs: computed once, before the first step."""
+"""The unedited model's outputs for the control inputs, computed once before the first step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from factpatch.models.base import NO_TARGET, POSITIONS_AT_ONCE
 from factpatch.training.batcher import Batcher, ControlTargets
 from factpatch.training.sampler import Indices
 
-ROWS_AT_ONCE = {"cpu": 64, "cuda": 1024}  # always the same rows in one batch, so that runs can be repeated
+ROWS_AT_ONCE = {"cpu": 64, "cuda": 1024}  # fixed, so that runs are reproducible
 MEMORY_SHARE = 0.2  # maximum share of a GPU's free memory for the table of outputs
-LEAST_DOUBT = 1e-3  # so that control inputs of which the model is certain are drawn, too
+LEAST_DOUBT = 1e-3  # so that control inputs with certain predictions are drawn, too
 
 OnShare = Callable[[float], object]
 
@@ -55,11 +55,11 @@ def doubts(
 ) -> NDArray[np.float64]:
     """How unsure the model is of each prediction: 1 − p of the least certain token, for each revision of the pool.
 
-    Edits change first what the model is least sure of. The probability of a whole answer would count long answers as
-    unsure. `unedited` is the table of outputs, if there is one.
+    Edits are most likely to change predictions that are unsure. By the probability of a whole answer, all long answers
+    would count as unsure. `unedited` is the table of outputs, if there is one.
     """
     found = np.empty(len(pool))
-    known = unedited if batcher.config.kl_over == "top1" else None  # candidates' outputs do not tell tokens apart
+    known = unedited if batcher.config.kl_over == "top1" else None  # with "beam" the table has no features
     for members, rows, targets in _pool_batches(model, batcher, pool, on_share):
         features = model.features(rows) if known is None else known.index_select(0, targets.unedited_index)
         losses = _token_losses(model, features, targets.labels)
@@ -70,7 +70,7 @@ def doubts(
 
 
 def outputs_of(model: TaskModel, rows: Rows, labels: Tensor, kl_over: str) -> Tensor:
-    """What KL needs to know about the unedited model at each target position.
+    """The unedited model's outputs that KL needs at each target position.
 
     For KL of single predictions these are the features that the head reads, (positions, width). For KL over the beam
     they are (tokens · p, p log p) of the position's candidate, (positions, 2).
@@ -99,7 +99,7 @@ def _pool_batches(
 
 
 def _token_losses(model: TaskModel, features: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy at each position, in parts: the scores over a vocabulary take much memory."""
+    """Cross-entropy at each position, in parts: scores over a whole vocabulary need much memory."""
     parts = zip(features.split(POSITIONS_AT_ONCE), labels.split(POSITIONS_AT_ONCE), strict=True)
     return torch.cat([F.cross_entropy(model.scores(part), wanted, reduction="none") for part, wanted in parts])
 

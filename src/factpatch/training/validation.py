@@ -1,4 +1,4 @@
-"""Held-out revisions: which ones they are, and how editors are measured on them."""
+"""Chooses held-out revisions and measures editors on them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Validator:
     """Measures editors on held-out revisions."""
 
     def __init__(self, model: TaskModel, revisions: Sequence[Revision], config: TrainConfig, accelerator: Accelerator):
-        """Predictions are made anew: in another precision or on another machine, near ties may come out differently."""
+        """Recomputes predictions: in another precision or on another machine, near ties may be decided differently."""
         self.model = model
         self.config = config
         self.accelerator = accelerator
@@ -78,11 +78,11 @@ class Validator:
         return edits[:kept], self.revisions[: self.config.final_inputs]
 
     def _group_size(self) -> int | None:
-        """How many edits a validation merges: at most half of the held-out set, as the rest are control inputs."""
+        """How many edits a validation merges: at most half of the held-out set, because the rest are control inputs."""
         return min(self.config.together, len(self.edits) // 2) if self.config.together > 1 else None
 
     def relative_cost(self) -> float:
-        """How many times as long the measurement at the end takes as a validation, roughly."""
+        """Roughly the duration of the final measurement divided by that of a validation."""
         return _texts(*self.final_sample()) / _texts(*self.sample(0))
 
     def _with_few_paraphrases(self, revision: Revision, rng: random.Random) -> Revision:
@@ -95,7 +95,7 @@ class Validator:
     def measure(
         self, method: EditMethod, sample: Sample, on_share: Callable[[float], object] = lambda share: None
     ) -> dict[str, Any]:
-        """The metrics of a method. Each process measures its share of the edits; all of them return the whole."""
+        """The metrics of a method. Each process measures a share of the edits; all return the metrics of all edits."""
         edits, controls = sample
         if self.covariance is not None:
             return self._measure_merged(method, sample, self.covariance)
@@ -113,7 +113,7 @@ class Validator:
         return summary(gather_object(outcomes) if world > 1 else outcomes)
 
     def _measure_merged(self, method: EditMethod, sample: Sample, covariance: Covariance) -> dict[str, Any]:
-        """The metrics of all edits in one model."""
+        """The metrics of all edits, merged into one patch."""
         edits, controls = sample
         with tensor_core_products():
             patches = method.propose(self.model, [edit_of(revision) for revision in edits])
