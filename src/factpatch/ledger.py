@@ -18,11 +18,11 @@ from factpatch.deltas import Delta
 from factpatch.editors import EditMethod, Looped, TrainableEditor
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, normalize, same
-from factpatch.ledger_store import Event, Fact, Status, Store, patch_tensors, unpack_deltas
+from factpatch.ledger_store import Event, Fact, Status, Store
 from factpatch.ledger_sums import Totals, add_to_totals, choose_units, grid_rows, solve_rows, solve_totals
 from factpatch.merging import MERGED, MODES, RIDGE, Mode, check_conflicts, edit_key, mean_ridge, merge, unpatched
 from factpatch.models import TaskModel
-from factpatch.patch import Patch
+from factpatch.patch import Patch, deltas_from
 from factpatch.scope import Scope, predict_scoped
 
 FEW = 16  # facts up to which the merge is solved from their rows, which may give small factors
@@ -235,7 +235,7 @@ class Ledger:
             cached = self.store.cached("merged")
             totals: Totals | None = None
             if cached is not None and cached[0] == ids:
-                deltas = unpack_deltas(cached[1])
+                deltas = deltas_from(cached[1])
             else:
                 deltas, totals = self._merge(facts)
         if cached is None or cached[0] != ids:
@@ -272,7 +272,7 @@ class Ledger:
         with self.store.transaction():
             if self.store.active_ids() != ids:  # another process has changed the facts meanwhile
                 return
-            self.store.put_cached("merged", ids, patch_tensors(merged))
+            self.store.put_cached("merged", ids, merged.tensors())
             if totals is not None and size <= MOST_CACHED_BYTES:
                 self.store.put_cached("totals", ids, totals)
             in_totals = self.store.cached_ids("totals")
