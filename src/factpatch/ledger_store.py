@@ -82,12 +82,12 @@ class Event:
 class Store:
     """Reads and writes the tables. Every change happens in a transaction: all of it, or nothing."""
 
-    def __init__(self, path: str | Path, create: bool = False, patience: float = PATIENCE):
+    def __init__(self, path: str | Path, create: bool):
         self.path = Path(path)
         if not create and not self.path.is_file():
             raise FileError(f"no ledger at {self.path}; create one with factpatch ledger init")
         with self.readable():
-            self.db = sqlite3.connect(self.path, timeout=patience, isolation_level=None)
+            self.db = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None)
         try:
             with self.readable():
                 self.db.execute("PRAGMA foreign_keys = ON")

@@ -101,9 +101,7 @@ def merge(
         common.stdout.print("Try a smaller --ridge, or --mode sequence.")
 
 
-def find_covariance(
-    model: TaskModel, file: Path | None, others: Path | None, name: str, most: int = MAX_OTHERS
-) -> Covariance:
+def find_covariance(model: TaskModel, file: Path | None, others: Path | None, name: str, most: int) -> Covariance:
     """Loads the covariance from its file, or computes it from the other inputs and keeps it there."""
     from factpatch.covariance import Covariance
 
