@@ -179,13 +179,13 @@ class Ledger:
         are recorded for `verify`.
         """
         check_conflicts(edits)
-        distinct = list({normalize(edit.x): edit for edit in edits}.values())
-        active = {normalize(fact.x): fact for fact in self.facts()}
-        known = {form for form, fact in active.items() if any(_same_fact(fact, edit) for edit in distinct)}
-        new = [edit for edit in distinct if normalize(edit.x) not in known]
+        wanted = {normalize(edit.x): edit for edit in edits}
+        active = ((normalize(fact.x), fact) for fact in self.facts())
+        known = {form: fact for form, fact in active if form in wanted and same(fact.target, wanted[form].a)}
+        new = [edit for form, edit in wanted.items() if form not in known]
         made = self._propose(editor, new) if new else []
         with self.store.transaction():
-            ids = [active[normalize(edit.x)].id for edit in distinct if normalize(edit.x) in known]
+            ids = [fact.id for fact in known.values()]
             for patch, rows in made:
                 (edit,) = patch.edits
                 before = self.store.active_like(edit.x)
@@ -301,7 +301,3 @@ class Ledger:
                 after = self.model.predict(others, cut=True)
         verdicts = [Verdict(fact, next(answers), tuple(next(answers) for _ in fact.paraphrases)) for fact in facts]
         return Verification(verdicts, len(others), sum(map(same, before, after)))
-
-
-def _same_fact(fact: Fact, edit: FactEdit) -> bool:
-    return same(fact.x, edit.x) and same(fact.target, edit.a)
