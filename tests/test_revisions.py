@@ -11,7 +11,7 @@ from samples import fact_checker, read_lines, texts, write_lines, write_revision
 
 from factpatch.data.records import source_hash
 from factpatch.data.revise import revise
-from factpatch.data.revisions import Provenance, Revision, load_revisions, own_forms, read_provenance, read_revisions
+from factpatch.data.revisions import Provenance, Revision, load_revisions, own_forms, read_revisions
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.models import TaskModel, load_model
 
@@ -43,7 +43,6 @@ def test_revise_records_the_model_the_data_and_the_settings(model: TaskModel, da
     settings = {"dtype": "float32"}
     assert first == {"provenance": {"model": model.identity, "data": source_hash(data), "settings": settings}}
     assert len(lines) == 12
-    assert read_provenance(made) == Provenance(model.identity, source_hash(data), settings)
     found, warnings = with_warnings(made, model)
     assert found == list(read_revisions(made))
     assert (len(found), warnings) == (12, [])
@@ -63,7 +62,6 @@ def test_a_file_without_provenance_is_accepted_with_a_note(model: TaskModel, tmp
     found, warnings = with_warnings(path, model)
     assert len(found) == 5
     assert warnings == [f"{path} has no provenance record; its predictions are taken as this model's"]
-    assert read_provenance(path) is None
 
 
 def test_an_input_that_the_model_cannot_read_is_named_with_its_line(model: TaskModel, tmp_path: Path) -> None:
@@ -90,8 +88,7 @@ def test_files_of_one_source_can_be_joined(model: TaskModel, made: Path, tmp_pat
 
 
 def test_files_of_two_sources_are_refused(made: Path, tmp_path: Path) -> None:
-    provenance = read_provenance(made)
-    assert provenance is not None
+    provenance = Provenance(**read_lines(made)[0]["provenance"])
     content = made.read_text()
     own = content.split("\n", 1)[1]
     firsts = [replace(provenance, model="0" * 64), replace(provenance, data="0" * 64), replace(provenance, settings={})]
@@ -112,18 +109,6 @@ def test_a_damaged_provenance_record_is_never_skipped(
     for on_bad in (None, lambda message: None):
         with pytest.raises(FileError, match="its provenance record is damaged; remake it with factpatch revise"):
             load_revisions(path, model, on_bad)
-    with pytest.raises(FileError):
-        read_provenance(path)
-
-
-def test_reading_the_provenance_reads_one_line(tmp_path: Path) -> None:
-    provenance = Provenance("model", "data", {})
-    (tmp_path / "f.jsonl").write_text(provenance.to_json() + "\nnonsense\n")
-    assert read_provenance(tmp_path / "f.jsonl") == provenance
-    (tmp_path / "f.jsonl").write_text("nonsense\n" + provenance.to_json())
-    assert read_provenance(tmp_path / "f.jsonl") is None
-    (tmp_path / "f.jsonl").write_text("")
-    assert read_provenance(tmp_path / "f.jsonl") is None
 
 
 def test_an_input_and_its_paraphrases_are_no_control_inputs() -> None:

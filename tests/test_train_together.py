@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import tiny
 import torch
 from conftest import loud_editor
 from samples import revisions
 
 from factpatch.covariance import Covariance
 from factpatch.deltas import Dense
+from factpatch.errors import InputError
 from factpatch.facts import FactEdit
 from factpatch.merging import merge
 from factpatch.models import TaskModel
@@ -60,6 +62,15 @@ def test_gradients_are_those_of_the_whole_solve(
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4 * largest)
     assert float(expected[0].abs().max()) > 1e-3 * largest, "the ridge must matter, or this test shows nothing"
+
+
+def test_a_step_needs_control_inputs() -> None:
+    model = tiny.build("bert")
+    known = revisions(model, 12)
+    with pytest.raises(InputError, match="together=64 leaves no control inputs among 12 revisions; lower it"):
+        Sampler(known, TrainConfig(together=64, rows=3, paraphrases="none")).plan(0)
+    with pytest.raises(InputError, match="together=8 needs updates=1, split=1"):
+        TrainConfig(together=8, split=2)
 
 
 @pytest.mark.parametrize("architecture", ["bert", "bart"])

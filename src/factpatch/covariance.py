@@ -131,11 +131,7 @@ class Covariance:
 
     @classmethod
     def compute(
-        cls,
-        model: TaskModel,
-        texts: Iterable[str],
-        predictions: Mapping[str, str] | None = None,
-        on_done: Callable[[int], object] = lambda texts: None,
+        cls, model: TaskModel, texts: Iterable[str], predictions: Mapping[str, str] | None = None
     ) -> Covariance:
         """Computes C. Empty texts and texts too long for the model are skipped.
 
@@ -154,7 +150,6 @@ class Covariance:
         moments: dict[str, Tensor] = {}
         for group in passes(sizes, model.device):
             moments |= {name: C.to(keep).cpu() for name, C in _moments(model, examples, group, keep).items()}
-            on_done(len(group))
         return cls(model.fingerprint, sample_hash(sample), len(sample), moments, readers)
 
     def of(self, name: str, device: torch.device) -> Tensor:

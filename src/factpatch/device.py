@@ -36,7 +36,7 @@ def find_device(name: str | None = None) -> torch.device:
     return device
 
 
-def find_dtype(precision: str | None, device: str | None = None) -> torch.dtype:
+def find_dtype(precision: str | None, device: str | None) -> torch.dtype:
     """The precision of that name. Default: bf16 on a GPU, fp32 on a CPU."""
     precision = precision or ("bf16" if find_device(device).type == "cuda" else "fp32")
     if precision not in PRECISIONS:
@@ -61,15 +61,14 @@ def to_device(device: torch.device, values: NDArray[Any] | Sequence[int]) -> Ten
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def use_free_cores(model: Any) -> int:
-    """Sets and returns torch's number of CPU threads for a TaskModel: one per idle core.
+def use_free_cores(model: Any) -> None:
+    """Sets torch's number of CPU threads for a TaskModel: one per idle core.
 
     A thread that shares a core with other work makes all other threads wait, which costs far more than it contributes.
     A number that the user has set with OMP_NUM_THREADS is kept.
     """
     if model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(idle_cores())
-    return torch.get_num_threads()
 
 
 def idle_cores(seconds: float = 0.2) -> int:

@@ -18,11 +18,11 @@ from factpatch.deltas import Delta
 from factpatch.editors import EditMethod, Looped, TrainableEditor
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, normalize, same
-from factpatch.ledger_store import Event, Fact, Status, Store, patch_tensors, unpack_deltas
+from factpatch.ledger_store import Event, Fact, Status, Store
 from factpatch.ledger_sums import Totals, add_to_totals, choose_units, grid_rows, solve_rows, solve_totals
 from factpatch.merging import MERGED, MODES, RIDGE, Mode, check_conflicts, edit_key, mean_ridge, merge, unpatched
 from factpatch.models import TaskModel
-from factpatch.patch import Patch
+from factpatch.patch import Patch, deltas_from
 from factpatch.scope import Scope, predict_scoped
 
 FEW = 16  # up to this many facts, the merge is solved from their rows, which may give small factors
@@ -179,13 +179,13 @@ class Ledger:
         recorded for `verify`.
         """
         check_conflicts(edits)
-        distinct = list({normalize(edit.x): edit for edit in edits}.values())
-        active = {normalize(fact.x): fact for fact in self.facts()}
-        known = {form for form, fact in active.items() if any(_same_fact(fact, edit) for edit in distinct)}
-        new = [edit for edit in distinct if normalize(edit.x) not in known]
+        wanted = {normalize(edit.x): edit for edit in edits}
+        active = ((normalize(fact.x), fact) for fact in self.facts())
+        known = {form: fact for form, fact in active if form in wanted and same(fact.target, wanted[form].a)}
+        new = [edit for form, edit in wanted.items() if form not in known]
         made = self._propose(editor, new) if new else []
         with self.store.transaction():
-            ids = [active[normalize(edit.x)].id for edit in distinct if normalize(edit.x) in known]
+            ids = [fact.id for fact in known.values()]
             for patch, rows in made:
                 (edit,) = patch.edits
                 before = self.store.active_like(edit.x)
@@ -235,7 +235,7 @@ class Ledger:
             cached = self.store.cached("merged")
             totals: Totals | None = None
             if cached is not None and cached[0] == ids:
-                deltas = unpack_deltas(cached[1])
+                deltas = deltas_from(cached[1])
             else:
                 deltas, totals = self._merge(facts)
         if cached is None or cached[0] != ids:
@@ -272,7 +272,7 @@ class Ledger:
         with self.store.transaction():
             if self.store.active_ids() != ids:  # another process has changed the facts meanwhile
                 return
-            self.store.put_cached("merged", ids, patch_tensors(merged))
+            self.store.put_cached("merged", ids, merged.tensors())
             if totals is not None and size <= MOST_CACHED_BYTES:
                 self.store.put_cached("totals", ids, totals)
             in_totals = self.store.cached_ids("totals")
@@ -301,7 +301,3 @@ class Ledger:
                 after = self.model.predict(others, cut=True)
         verdicts = [Verdict(fact, next(answers), tuple(next(answers) for _ in fact.paraphrases)) for fact in facts]
         return Verification(verdicts, len(others), sum(map(same, before, after)))
-
-
-def _same_fact(fact: Fact, edit: FactEdit) -> bool:
-    return same(fact.x, edit.x) and same(fact.target, edit.a)

@@ -16,10 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from factpatch.deltas import Delta, from_tensors
 from factpatch.errors import FileError, InputError
 from factpatch.facts import FactEdit, normalize
-from factpatch.patch import Patch
+from factpatch.patch import Patch, deltas_from
 
 VERSION = 1  # of the file format, stored as SQLite's user_version
 APPLICATION = 0x46504C31  # SQLite's application_id, which marks a file as a ledger
@@ -83,12 +82,12 @@ class Event:
 class Store:
     """Reads and writes the tables. Every change is made in a transaction, completely or not at all."""
 
-    def __init__(self, path: str | Path, create: bool = False, patience: float = PATIENCE):
+    def __init__(self, path: str | Path, create: bool):
         self.path = Path(path)
         if not create and not self.path.is_file():
             raise FileError(f"no ledger at {self.path}; create one with factpatch ledger init")
         with self.readable():
-            self.db = sqlite3.connect(self.path, timeout=patience, isolation_level=None)
+            self.db = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None)
         try:
             with self.readable():
                 self.db.execute("PRAGMA foreign_keys = ON")
@@ -191,7 +190,7 @@ class Store:
             (edit.x, normalize(edit.x), edit.y or "", edit.a, json.dumps(list(paraphrases)), note, _now()),
         ).lastrowid
         assert added is not None
-        self.db.execute("INSERT INTO patches VALUES (?, ?, ?)", (added, patch.method, pack(patch_tensors(patch))))
+        self.db.execute("INSERT INTO patches VALUES (?, ?, ?)", (added, patch.method, pack(patch.tensors())))
         self.db.execute("INSERT INTO token_rows VALUES (?, ?)", (added, pack(rows)))
         self.record(added, "added")
         return added
@@ -217,7 +216,7 @@ class Store:
 
     def patch(self, fact: Fact, base: str) -> Patch:
         method, blob = self.db.execute("SELECT method, tensors FROM patches WHERE fact = ?", (fact.id,)).fetchone()
-        return Patch(unpack_deltas(self.unpack(blob)), base, method, (fact.edit,))
+        return Patch(deltas_from(self.unpack(blob)), base, method, (fact.edit,))
 
     def rows(self, fact_id: int) -> dict[str, Tensor]:
         return self.unpack(self.db.execute("SELECT tensors FROM token_rows WHERE fact = ?", (fact_id,)).fetchone()[0])
@@ -260,18 +259,6 @@ def pack(tensors: Mapping[str, Tensor]) -> bytes:
     """Serialises tensors: a checksum, followed by safetensors."""
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     return hashlib.sha256(content).digest() + content
-
-
-def patch_tensors(patch: Patch) -> dict[str, Tensor]:
-    return {f"{name}:{part}": t for name, delta in patch.deltas.items() for part, t in delta.tensors.items()}
-
-
-def unpack_deltas(tensors: Mapping[str, Tensor]) -> dict[str, Delta]:
-    parts: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, part = key.rsplit(":", 1)
-        parts.setdefault(name, {})[part] = tensor
-    return {name: from_tensors(found) for name, found in parts.items()}
 
 
 def _fact(row: tuple[Any, ...]) -> Fact:

@@ -109,16 +109,12 @@ def canonical(patches: Sequence[Patch]) -> list[Patch]:
     ambiguous = len(set(keys.values())) < len(patches)
 
     def content(patch: Patch) -> str:
-        """Distinguishes patches of the same edits. Hashing large patches is slow, and seldom needed."""
-        return hash_patch(patch) if ambiguous else ""
+        """Tells apart patches of the same edits; hashing large patches is slow, and seldom needed."""
+        if not ambiguous:
+            return ""
+        return hashlib.sha256(f"{patch.method} {hash_tensors(patch.tensors())}".encode()).hexdigest()
 
     return sorted(patches, key=lambda patch: (keys[id(patch)], content(patch)))
-
-
-def hash_patch(patch: Patch) -> str:
-    """Identifies a patch by its weights and its method."""
-    tensors = {f"{name}:{part}": t for name, delta in patch.deltas.items() for part, t in delta.tensors.items()}
-    return hashlib.sha256(f"{patch.method} {hash_tensors(tensors)}".encode()).hexdigest()
 
 
 def edit_key(edit: FactEdit) -> str:

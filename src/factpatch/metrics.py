@@ -17,6 +17,8 @@ from factpatch.facts import same
 Floats = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
 
+SAMPLES = 1000  # of the bootstrap
+
 
 def is_correct(prediction: str, answers: Sequence[str]) -> bool:
     """Returns whether a prediction equals one of the gold answers after normalising."""
@@ -223,19 +225,17 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
     return {key: value if np.isfinite(value) else None for key, value in found.items()}
 
 
-def intervals(
-    outcomes: Sequence[Outcome], group_size: int = 1, samples: int = 1000, seed: int = 0
-) -> dict[str, tuple[float, float]]:
-    """Returns 95 % bootstrap intervals of the summary.
+def intervals(outcomes: Sequence[Outcome], group_size: int = 1) -> dict[str, tuple[float, float]]:
+    """95 % bootstrap intervals of the summary.
 
     Every `group_size` successive outcomes belong to edits that were applied together: groups, and then edits within
     each group, are drawn with replacement. A metric that a group's edits share has no interval for a single group.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     groups = len(outcomes) // group_size
-    group = rng.integers(0, groups, (samples, groups, 1))
-    member = rng.integers(0, group_size, (samples, groups, group_size))
-    drawn = (group * group_size + member).reshape(samples, -1)  # (samples, edits)
+    group = rng.integers(0, groups, (SAMPLES, groups, 1))
+    member = rng.integers(0, group_size, (SAMPLES, groups, group_size))
+    drawn = (group * group_size + member).reshape(SAMPLES, -1)  # (samples, edits)
     found: dict[str, tuple[float, float]] = {}
     for key, metric in METRICS.items():
         if metric.interval is None or (metric.on_controls and groups == 1 and group_size > 1):

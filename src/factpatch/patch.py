@@ -140,9 +140,10 @@ class Patch:
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file with the edits, the base's fingerprint and a checksum in its metadata."""
         with atomic_file(path) as scratch:
-            save_file(self._tensors(), scratch, metadata={**self._metadata(), "checksum": self._checksum})
+            save_file(self.tensors(), scratch, metadata={**self._metadata(), "checksum": self._checksum})
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of all tensors on the CPU, by the names that they have in a file."""
         return {
             f"{name}:{part}": tensor.detach().cpu().clone().contiguous()
             for name, delta in self.deltas.items()
@@ -156,7 +157,7 @@ class Patch:
 
     @cached_property
     def _checksum(self) -> str:
-        return checksum(self._metadata(), self._tensors())
+        return checksum(self._metadata(), self.tensors())
 
     @classmethod
     def load(cls, path: str | Path) -> Patch:
@@ -178,17 +179,19 @@ class Patch:
         try:
             edits = tuple(FactEdit(**edit) for edit in json.loads(metadata["edits"]))
             ridge = {name: float(value) for name, value in json.loads(metadata.get("ridge", "{}")).items()}
-            return cls(_deltas_from(tensors), metadata["base"], metadata["method"], edits, ridge)
+            for key, tensor in tensors.items():
+                if not tensor.is_floating_point() or not tensor.isfinite().all():
+                    raise ValueError(f"{key} holds values that are not finite numbers")
+            return cls(deltas_from(tensors), metadata["base"], metadata["method"], edits, ridge)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileError(f"{path} does not hold a complete patch ({error}); make the patch again") from error
 
 
-def _deltas_from(tensors: Mapping[str, Tensor]) -> dict[str, Delta]:
+def deltas_from(tensors: Mapping[str, Tensor]) -> dict[str, Delta]:
+    """The inverse of `Patch.tensors`."""
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, part = key.rsplit(":", 1)
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise ValueError(f"{key} holds values that are not finite numbers")
         parts.setdefault(name, {})[part] = tensor
     return {name: from_tensors(found) for name, found in parts.items()}
 

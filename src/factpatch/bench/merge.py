@@ -25,7 +25,7 @@ DIFFERENT = 8  # sets of random factors; the patches share them, so that they do
 OTHERS = 256  # number of texts that the covariance is computed from
 
 
-def bench_merge(model: TaskModel, facts: int = 256, tokens: int = 13, mode: Mode = "unedited") -> dict[str, Any]:
+def bench_merge(model: TaskModel, facts: int, tokens: int, mode: Mode) -> dict[str, Any]:
     """Times the covariance of 256 texts, and merging `facts` patches of `tokens` tokens and rank tokens + 1 each."""
     model.tokenizer = _word_tokenizer()
     rng = random.Random(0)

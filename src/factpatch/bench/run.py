@@ -32,12 +32,7 @@ Progress = Callable[[float], object]  # called with the share that is done
 
 @torch.no_grad()
 def bench_edit(
-    model: TaskModel,
-    edits: int = 8,
-    rows: int = 8,
-    tokens: int = 16,
-    repeats: int = 5,
-    on_progress: Progress = lambda share: None,
+    model: TaskModel, edits: int, rows: int, tokens: int, repeats: int, on_progress: Progress = lambda share: None
 ) -> dict[str, object]:
     """Times proposing edits and one forward pass of `rows` rows per edit, without an optimizer.
 
@@ -72,12 +67,7 @@ def bench_edit(
 @no_cudnn_attention()
 @tensor_core_products()
 def bench_train(
-    model: TaskModel,
-    edits: int = 128,
-    rows: int = 16,
-    tokens: int = 32,
-    repeats: int = 20,
-    on_progress: Progress = lambda share: None,
+    model: TaskModel, edits: int, rows: int, tokens: int, repeats: int, on_progress: Progress = lambda share: None
 ) -> dict[str, float | int]:
     """Times a training step, a step of the published implementation with one edit, and the minimum work of a step."""
     config = TrainConfig(edits=edits, rows=rows, max_tokens=tokens)
@@ -120,10 +110,10 @@ def bench_train(
 
 def bench_evaluate(
     model: TaskModel,
-    edits: int | None = None,
-    rows: int = 128,
-    tokens: int = 16,
-    repeats: int = 20,
+    edits: int | None,
+    rows: int,
+    tokens: int,
+    repeats: int,
     on_progress: Progress = lambda share: None,
 ) -> dict[str, float | int | None]:
     """Times rows that run under patches, and the same rows through the unedited model."""

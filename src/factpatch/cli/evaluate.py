@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli.common import (
+    MAX_UPDATES,
     Device,
     Json,
     Model,
@@ -97,9 +98,13 @@ def evaluate(
 
     Example: factpatch evaluate --model runs/qa --editor runs/qa-editor --data dev.jsonl --output runs/qa-dev
     """
-    updates = max_updates or (5 if loop else 1)
+    updates = max_updates or (MAX_UPDATES if loop else 1)
     _check_options(method, editor, layers, bound, select, valid, updates)
     sizes = _parse_sizes(together)
+    if not sizes and (others or scope):
+        raise typer.BadParameter("--others and --scope are only used by --together; add it, or leave them out")
+    if scope and merge != "scope":
+        raise typer.BadParameter("--scope is only used by --merge scope")
     check_writable(output)
     with working("loading"):
         from factpatch.data.holdout import hash_shuffled
@@ -123,6 +128,8 @@ def evaluate(
         sample, controls = sampled(task_model, revisions, edits, retain, seed)
         if joint:
             unused = fitted_to if fitted_to is not None else _without(revisions, [*sample, *controls])
+            if not unused:  # nothing is fitted to inputs that it is measured on
+                unused, controls = controls[::2], controls[1::2]
             joint = replace(joint, others=hash_shuffled(unused, seed))
         total = (min(len(sample), COVERED) if sizes else len(sample)) + count_joint_edits(len(sample), sizes)
         tried: list[dict[str, Any]] = []

@@ -79,7 +79,11 @@ def add(
     """
     if (facts is None) == (input is None) or (input is None) != (target is None):
         raise typer.BadParameter("give either --input and --target, or --facts")
-    edits = read_edits(facts, skip_bad)[0] if facts else [FactEdit(str(input), str(target))]
+    if facts and paraphrase:
+        raise typer.BadParameter("--paraphrase belongs to --input; leave it out with --facts")
+    edits, bad = read_edits(facts, skip_bad) if facts else ([FactEdit(str(input), str(target))], 0)
+    if bad:
+        common.warn(f"{bad:,} bad lines of {facts} were skipped")
     with common.working("adding"):
         from factpatch.editors import load_editor
         from factpatch.ledger import Ledger
@@ -179,7 +183,7 @@ def verify(
             answers = "; ".join([verdict.answer, *verdict.paraphrase_answers])
             fact = verdict.fact
             common.stdout.print(
-                f"[red]does not hold:[/] {fact.id} {escape(fact.x)}: {escape(answers)}, not {fact.target}"
+                f"[red]does not hold:[/] {fact.id} {escape(fact.x)}: {escape(answers)}, not {escape(fact.target)}"
             )
         common.stdout.print(f"{counts['facts'] - len(lost)} of {counts['facts']} facts hold.")
         common.stdout.print(f"{found.others_unchanged} of {found.others} other answers are unchanged.")

@@ -101,10 +101,8 @@ def merge(
         common.stdout.print("Try a smaller --ridge, or --mode sequence.")
 
 
-def find_covariance(
-    model: TaskModel, file: Path | None, others: Path | None, name: str, most: int = MAX_OTHERS
-) -> Covariance:
-    """Loads the covariance from its file, or computes it from the other inputs and saves it there."""
+def find_covariance(model: TaskModel, file: Path | None, others: Path | None, name: str, most: int) -> Covariance:
+    """Loads the covariance from its file, or computes it from the other inputs and keeps it there."""
     from factpatch.covariance import Covariance
 
     if file is not None and file.exists():

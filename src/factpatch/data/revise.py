@@ -13,7 +13,7 @@ from factpatch.data.records import refuse_overwriting, source_hash
 from factpatch.data.revisions import Provenance, Revision, read_revisions
 from factpatch.facts import normalize, same
 from factpatch.models import Classifier, TaskModel
-from factpatch.models.base import Encoded
+from factpatch.models.rows import Encoded
 
 CHUNK = {"cpu": 256, "cuda": 4096}  # maximum number of records that are predicted and written together
 

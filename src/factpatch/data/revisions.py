@@ -83,14 +83,6 @@ def read_revisions(path: str | Path, on_bad: Callable[[str], object] | None = No
     return (record for record in _read(path, on_bad) if isinstance(record, Revision))
 
 
-def read_provenance(path: str | Path) -> Provenance | None:
-    """Returns the provenance of a revision file from its first record, or None for a file without one."""
-    try:
-        return next(read_jsonl(_file(path), lambda record: _parse_provenance(record, path)), None)
-    except InputError:  # a bad first line
-        return None
-
-
 def _read(
     path: str | Path,
     on_bad: Callable[[str], object] | None,

@@ -40,8 +40,9 @@ class FineTune(EditMethod):
         return "finetune"
 
     def at_once(self, model: TaskModel) -> int:
-        # Four tensors per edit: the change, its gradient, RMSprop's mean square and a copy.
-        return dense_edits_at_once(model, chosen_layers(model, self.layers), tensors=4)
+        # Four tensors of four bytes per value: the change, its gradient, RMSprop's mean square and a copy.
+        values = sum(out * in_ for out, in_ in map(weight_shape, chosen_layers(model, self.layers).values()))
+        return max(1, min(MOST_AT_ONCE, MEMORY.get(model.device.type, MEMORY["cpu"]) // (16 * values)))
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
         return {"layers": self.layers, "bound": self.bound}
@@ -153,9 +154,3 @@ def chosen_layers(model: TaskModel, choice: str) -> dict[str, nn.Module]:
         known = ", ".join(block_names(model.layers))
         raise InputError(f"the model has no block {choice!r}; choose all, or one of {known}")
     return found
-
-
-def dense_edits_at_once(model: TaskModel, layers: Mapping[str, nn.Module], tensors: int) -> int:
-    """How many dense edits fit into memory if each needs `tensors` tensors of the layers' size."""
-    values = sum(out * in_ for out, in_ in map(weight_shape, layers.values()))
-    return max(1, min(MOST_AT_ONCE, MEMORY.get(model.device.type, MEMORY["cpu"]) // (4 * tensors * values)))

@@ -22,7 +22,7 @@ from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.files import atomic_folder
 from factpatch.models import Rows, TaskModel
-from factpatch.models.base import padded
+from factpatch.models.rows import padded
 from factpatch.patch import Patch, hash_tensors, weight_shape
 
 EDITS_PER_BATCH = 32  # on a CPU; 32 edits of BERT-base with 32 tokens need 0.7 GB in float32

@@ -21,7 +21,7 @@ from factpatch.errors import InputError
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.metrics import Outcome
 from factpatch.models import Rows, TaskModel
-from factpatch.models.base import NO_TARGET, POSITIONS_AT_ONCE
+from factpatch.models.rows import NO_TARGET, POSITIONS_AT_ONCE
 
 
 def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:

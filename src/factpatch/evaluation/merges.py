@@ -22,7 +22,7 @@ MAX_OTHERS = 2000  # maximum number of inputs that a merge or a scope is fitted 
 
 
 def by_sum(model: TaskModel, others: Group, scope: str | None) -> Measure:
-    return lambda examiner, patches, group: _examine_one(examiner, reduce(operator.add, patches), group)
+    return lambda examiner, patches, group: examine_merged(examiner, reduce(operator.add, patches), group)
 
 
 def by_solve(model: TaskModel, others: Group, scope: str | None) -> Measure:
@@ -30,7 +30,7 @@ def by_solve(model: TaskModel, others: Group, scope: str | None) -> Measure:
     covariance = Covariance.compute(model, known, known)
 
     def measure(examiner: Examiner, patches: Sequence[Patch], group: Group) -> list[Examined]:
-        return _examine_one(examiner, merge(model, patches, covariance=covariance), group)
+        return examine_merged(examiner, merge(model, patches, covariance=covariance), group)
 
     return measure
 
@@ -57,7 +57,7 @@ def by_scope(model: TaskModel, others: Group, scope: str | None) -> Measure:
     return measure
 
 
-def _examine_one(examiner: Examiner, patch: Patch, group: Group) -> list[Examined]:
+def examine_merged(examiner: Examiner, patch: Patch, group: Group) -> list[Examined]:
     """Measures a group under one patch."""
     (examined,) = examiner.examine_groups(stack_patches([patch], examiner.model.layers), [group])
     return examined

@@ -15,8 +15,6 @@ from factpatch.backends import no_cudnn_attention
 from factpatch.engine import edited
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit, same
-from factpatch.models.rows import NO_TARGET as NO_TARGET  # re-exported, like the following names
-from factpatch.models.rows import POSITIONS_AT_ONCE as POSITIONS_AT_ONCE
 from factpatch.models.rows import Encoded, Rows, padded
 from factpatch.models.stored import StoredModel
 from factpatch.patch import Patch, stack_patches

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from factpatch.backends import no_cudnn_attention
 from factpatch.models import Rows, TaskModel
-from factpatch.models.base import Encoded
+from factpatch.models.rows import Encoded
 
 
 def encoder_of(model: TaskModel) -> nn.Module:

@@ -256,6 +256,8 @@ class Scope:
 
 def _threshold(nearest: Tensor, false_matches: float) -> float:
     """The lowest threshold that at most the given share of these cosines reaches."""
+    if not 0 <= false_matches < 1:
+        raise InputError(f"expected a share of false matches from 0 to below 1, found {false_matches}")
     allowed = int(false_matches * len(nearest))
     return float(nearest.sort(descending=True).values[allowed]) + 1e-4  # just above the first cosine beyond that share
 

@@ -35,7 +35,7 @@ from factpatch.device import to_device
 from factpatch.editors import Condition, EditBatch, TrainableEditor
 from factpatch.facts import FactEdit
 from factpatch.models import Rows, TaskModel
-from factpatch.models.base import NO_TARGET, Encoded, padded
+from factpatch.models.rows import NO_TARGET, Encoded, padded
 from factpatch.training.config import TrainConfig
 from factpatch.training.sampler import Indices, Plan, training_paraphrases
 

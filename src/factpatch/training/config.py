@@ -164,8 +164,8 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield f"split={config.split} must not be above edits={config.edits}"
     if not config.layers:
         yield "layers must name at least one pattern"
-    if config.together > 1 and (config.updates > 1 or config.constraint not in ("kl", "none")):
-        yield f"together={config.together} needs updates=1 and the constraint kl or none"
+    if config.together > 1 and (config.updates > 1 or config.split > 1 or config.constraint not in ("kl", "none")):
+        yield f"together={config.together} needs updates=1, split=1 and the constraint kl or none"
 
 
 def resolve_config(

@@ -11,7 +11,7 @@ from typing import Any
 from factpatch.data.records import Counts, Record, read_records
 from factpatch.errors import InputError
 from factpatch.facts import normalize
-from factpatch.models.base import Encoded
+from factpatch.models.rows import Encoded
 
 BUCKET = 50  # number of batches whose examples are sorted by length together
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from factpatch.constraints import kl, lp
-from factpatch.deltas import Delta, LowRank, add
+from factpatch.deltas import Delta, add
 from factpatch.editors import EditBatch, TrainableEditor
 from factpatch.engine import edited
 from factpatch.models import TaskModel
@@ -91,6 +91,4 @@ class Objective:
 
 
 def _detached(delta: Delta) -> Delta:
-    if isinstance(delta, LowRank):
-        return LowRank(delta.A.detach(), delta.B.detach())
-    return replace(delta, delta=delta.delta.detach())
+    return replace(delta, **{name: tensor.detach() for name, tensor in delta.tensors.items()})

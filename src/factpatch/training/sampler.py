@@ -106,6 +106,10 @@ class Sampler:
         else:
             drawn = np.searchsorted(self.cumulative, rng.random(shape), side="right")
             drawn = np.minimum(drawn, len(self.pool) - 1)  # the last sum may be rounded to less than 1
+        if self.config.together > 1 and self._is_own_form(edited, self.pool).all():
+            raise InputError(
+                f"together={self.config.together} leaves no control inputs among {len(self.pool)} revisions; lower it"
+            )
         while (own := self._is_own_form(edited, self.pool[drawn])).any():
             drawn = np.where(own, (drawn + 1) % len(self.pool), drawn)
         return self.pool[drawn]

@@ -24,7 +24,7 @@ from factpatch.deltas import Delta, Dense
 from factpatch.editors import Condition, EditBatch, TrainableEditor
 from factpatch.engine import Trace
 from factpatch.models import Rows
-from factpatch.models.base import NO_TARGET
+from factpatch.models.rows import NO_TARGET
 from factpatch.solving import cholesky
 from factpatch.training.batcher import StepBatch
 from factpatch.training.graphs import Tensors

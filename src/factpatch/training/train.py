@@ -200,6 +200,8 @@ class Train(Run):
             except torch.cuda.OutOfMemoryError:
                 if self.learner.graphed.release():
                     continue
+                if config.together > 1:
+                    raise TrainingError("a step does not fit into the GPU's memory; lower rows or together") from None
                 if self.parts >= len(mine):
                     raise TrainingError(
                         "not even one edit fits into the GPU's memory; lower rows or max_tokens"

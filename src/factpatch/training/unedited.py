@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from factpatch.backends import no_cudnn_attention, tensor_core_products
 from factpatch.models import Rows, TaskModel
-from factpatch.models.base import NO_TARGET, POSITIONS_AT_ONCE
+from factpatch.models.rows import NO_TARGET, POSITIONS_AT_ONCE
 from factpatch.training.batcher import Batcher, ControlTargets
 from factpatch.training.sampler import Indices
 

@@ -18,10 +18,10 @@ from factpatch.editors import EditMethod
 from factpatch.errors import InputError
 from factpatch.evaluation import measure, predicted_now
 from factpatch.evaluation.measure import Examiner
+from factpatch.evaluation.merges import examine_merged
 from factpatch.merging import merge
 from factpatch.metrics import summary
 from factpatch.models import TaskModel
-from factpatch.patch import stack_patches
 from factpatch.processes import from_first
 from factpatch.training.config import TrainConfig
 
@@ -40,12 +40,11 @@ def split_revisions(
     size = min(config.holdout, len(revisions) // 10)
     if size < 2:
         raise InputError(f"too few revisions to hold out a tenth: found {len(revisions)}, need 20; or give --valid")
-    held_out_ids: frozenset[str] | None = getattr(model, "held_out", None)
-    unseen = [r for r in hash_shuffled(revisions, config.seed) if held_out_ids and r.id in held_out_ids][:size]
+    unseen = [r for r in hash_shuffled(revisions, config.seed) if r.id in (model.held_out or ())][:size]
     if len(unseen) >= 2:
         ids = {revision.id for revision in unseen}
         return unseen, [revision for revision in revisions if revision.id not in ids]
-    reason = "the model's folder does not name" if held_out_ids is None else "the revision file has none of"
+    reason = "the model's folder does not name" if model.held_out is None else "the revision file has none of"
     warn(f"{reason} the facts that fit held out, so validation may use facts that the model was fitted on")
     return hold_out(revisions, size, config.seed)
 
@@ -118,9 +117,7 @@ class Validator:
         with tensor_core_products():
             patches = method.propose(self.model, [edit_of(revision) for revision in edits])
             patch = merge(self.model, patches, covariance=covariance)
-            (group,) = Examiner(self.model, controls, 1).examine_groups(
-                stack_patches([patch], self.model.layers), [edits]
-            )
+            group = examine_merged(Examiner(self.model, controls, 1), patch, edits)
         return summary([examined.outcome for examined in group])
 
 
