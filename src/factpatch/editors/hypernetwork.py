@@ -45,11 +45,6 @@ class HyperNetwork(TrainableEditor):
     def build(cls, shapes: Mapping[str, tuple[int, int]], embeddings: Tensor, base: str, config: Any) -> Self:
         return cls(shapes, embeddings, base, config)
 
-    def size(self) -> int:
-        """Number of parameters of the networks, without the embedding."""
-        networks = (self.fact_encoder, self.groups)
-        return sum(p.numel() for one in networks for p in one.parameters()) - self.fact_encoder.embedding.weight.numel()
-
     def condition_text(self, edit: FactEdit) -> str:
         """The edit as text. Only the LSTM reads it: it is never parsed back, and never truncated."""
         return f"{edit.y} >> {edit.a} || {edit.x}"
