@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ QUESTIONS = [
 ]
 
 
-torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait for each other lose a lot
+# Tiny models gain nothing from more threads, threads that wait for each other lose a lot, and a process that a test forks
+# would wait for threads that it does not have. Commands keep a number that is set.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 if tiny.DEVICE != "cpu":  # so that rounding errors are small enough for comparisons
     torch.backends.cudnn.allow_tf32 = False

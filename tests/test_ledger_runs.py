@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:De
 
 OPERATIONS, KILLS = (1000, 50) if os.environ.get("FACTPATCH_LONG_TESTS") else (150, 10)
 INPUTS = texts(30, seed=8)
+HANG = 1800  # seconds; a guard against hanging, not a limit
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +95,9 @@ def test_killed_at_any_moment_the_ledger_holds_what_was_committed(tmp_path: Path
     for kill in range(KILLS):
         process = forked(change_at_random, path, model, kill, log)
         wanted = OPERATIONS * (kill + 1) // KILLS
+        start = time.monotonic()
         while changes(path) < wanted and process.is_alive():
+            assert time.monotonic() - start < HANG, "the process hangs"
             time.sleep(0.01)
         time.sleep(rng.random() * 0.1)
         assert process.pid is not None
@@ -136,7 +139,7 @@ def test_two_processes_at_once_lose_nothing(tmp_path: Path, model: TaskModel) ->
     Ledger(path, model, OTHERS).close()
     processes = [forked(add_each, path, model, edits[part::2]) for part in (0, 1)]
     for process in processes:
-        process.join()
+        process.join(HANG)
         assert process.exitcode == 0
     assert active(path) == {edit.x: edit.a for edit in edits}
     with Ledger(path, model) as ledger:

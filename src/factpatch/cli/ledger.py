@@ -243,7 +243,7 @@ def _write(ledger: Path, model: str, output: Path, device: str | None, seed: int
     if as_json:
         common.print_json({"output": str(output), "facts": len(patch.edits), "bytes": patch.nbytes})
     else:
-        common.stdout.print(f"Wrote {escape(str(output))}: {len(patch.edits)} facts.")
+        common.stdout.print(f"Wrote {escape(str(output))}: {len(patch.edits)} fact{'s' * (len(patch.edits) != 1)}.")
 
 
 def _print_facts(facts: list[Fact], as_json: bool) -> None:
