@@ -23,8 +23,8 @@ QUESTIONS = [
 ]
 
 
-# Tiny models gain nothing from more threads, threads that wait for each other lose a lot, and a process that a test forks
-# would wait for threads that it does not have. Commands keep a number that is set.
+# Tiny models gain nothing from more threads, threads that wait for each other lose a lot, and a process that a test
+# forks would wait for threads that it does not have. Commands keep a number that is set.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
