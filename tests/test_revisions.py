@@ -97,7 +97,7 @@ def test_files_of_two_sources_are_refused(made: Path, tmp_path: Path) -> None:
     for text in [*joined, own + content]:
         (tmp_path / "joined.jsonl").write_text(text)
         for on_bad in (None, lambda message: None):
-            with pytest.raises(MismatchError, match=r"joined.jsonl joins .*; use a separate file for each"):
+            with pytest.raises(MismatchError, match=r"joined.jsonl mixes .*; use a separate file for each"):
                 list(read_revisions(tmp_path / "joined.jsonl", on_bad))
 
 
