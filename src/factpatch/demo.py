@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +23,7 @@ from factpatch.metrics import Outcome, summary
 from factpatch.models import TaskModel
 from factpatch.scope import Scope
 
-CONTROLS = 20  # control facts that each patch is tried on
+CONTROLS = 15  # control facts that each patch is tried on
 CONTROLS_TOGETHER = 120  # control facts for all patches at once
 OTHERS = 1200  # facts that the merged patch is fitted to
 SCOPE_SAMPLE = 300  # facts that the scope is calibrated on
@@ -74,6 +75,7 @@ def demonstrate_together(
     others = [fact for fact in world.facts() if fact.id not in measured]
     known = {question_of(fact): fact.answer for fact in random.Random(seed).sample(others, OTHERS)}
     covariance = Covariance.compute(model, known, known)
+    revisions = [replace(revision, rephrases=revision.rephrases[:1]) for revision in revisions]  # one wording is enough
     edits = [edit_of(revision) for revision in revisions]
     with (
         TemporaryDirectory() as folder,

@@ -37,7 +37,7 @@ def demo(
 ) -> None:
     """Patch the embedded model with what has changed since 2018, fact by fact and all at once, and measure the results.
 
-    The whole demonstration takes about 20 seconds on two cores.
+    The whole demonstration takes about 25 seconds on two cores.
 
     Example: factpatch demo --fact "What is the capital of Australia?" Sydney
     """
