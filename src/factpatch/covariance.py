@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ from factpatch.backends import no_cudnn_attention
 from factpatch.deltas import Delta
 from factpatch.engine import edited
 from factpatch.errors import FileError, InputError, MismatchError, ModelError
-from factpatch.files import atomic_file
+from factpatch.files import atomic_file, read_safetensors
 from factpatch.models import Rows, TaskModel
 from factpatch.models.rows import Encoded
 from factpatch.patch import weight_shape
@@ -178,19 +177,13 @@ class Covariance:
 
     @classmethod
     def load(cls, path: str | Path) -> Covariance:
+        metadata, moments = read_safetensors(path, "covariance", FORMAT)
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                moments = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-            if metadata.get("format") != FORMAT:
-                raise ValueError(f"expected format {FORMAT}, found {metadata.get('format', 'none')}")
             readers = json.loads(metadata["readers"])
             if not set(readers.values()) <= moments.keys() or not all(C.isfinite().all() for C in moments.values()):
                 raise ValueError("it lacks weights or holds values that are not finite")
             return cls(metadata["base"], metadata["sample"], int(metadata["count"]), moments, readers)
-        except FileNotFoundError:
-            raise FileError(f"no covariance file at {path}; check the path") from None
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
+        except (ValueError, KeyError) as error:
             raise FileError(f"{path} is not a readable covariance file ({error}); compute it again") from error
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Self
 from weakref import WeakValueDictionary, finalize
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from factpatch.errors import FileError
 
@@ -208,6 +208,26 @@ class ResumableLines:
             self.part.unlink(missing_ok=True)
             self._time.unlink(missing_ok=True)
         self._file.close()
+
+
+def read_safetensors(path: str | Path, kind: str, form: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Reads the metadata and the tensors of one of our files, whose metadata must name the format `form`.
+
+    `kind` says in errors what was expected, such as "patch".
+    """
+    if Path(path).is_dir():
+        raise FileError(f"expected a {kind} file, found a folder at {path}; name the file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    except FileNotFoundError:
+        raise FileError(f"no {kind} file at {path}; check the path") from None
+    except (SafetensorError, OSError) as error:
+        raise FileError(f"{path} is not a readable {kind} file; it may be truncated ({error})") from error
+    if (found := metadata.get("format", "none")) != form:
+        raise FileError(f"{path} is not a readable {kind} file: expected format {form}, found {found}")
+    return metadata, tensors
 
 
 def check_writable(path: str | Path) -> None:

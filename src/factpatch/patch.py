@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from factpatch.deltas import Delta, add, from_tensors, stack
 from factpatch.errors import FileError, MismatchError
 from factpatch.facts import FactEdit
-from factpatch.files import atomic_file
+from factpatch.files import atomic_file, read_safetensors
 
 FORMAT = "factpatch-patch-1"
 
@@ -162,18 +161,7 @@ class Patch:
     @classmethod
     def load(cls, path: str | Path) -> Patch:
         """Reads a patch file. A file that is damaged or is not a patch raises a FileError."""
-        if Path(path).is_dir():
-            raise FileError(f"expected a patch file, found a folder at {path}; name the file")
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        except FileNotFoundError:
-            raise FileError(f"no patch file at {path}; check the path") from None
-        except (SafetensorError, OSError) as error:
-            raise FileError(f"{path} is not a readable patch file; it may be truncated ({error})") from error
-        if (found := metadata.get("format", "none")) != FORMAT:
-            raise FileError(f"{path} is not a patch file: expected format {FORMAT}, found {found}")
+        metadata, tensors = read_safetensors(path, "patch", FORMAT)
         if metadata.pop("checksum", None) != checksum(metadata, tensors):
             raise FileError(f"{path} is damaged: its checksum does not match its content; make the patch again")
         try:

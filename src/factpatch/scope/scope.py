@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,7 +17,7 @@ from factpatch.data.holdout import hash_shuffled
 from factpatch.data.revisions import Revision
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, normalize
-from factpatch.files import atomic_file
+from factpatch.files import atomic_file, read_safetensors
 from factpatch.models import TaskModel
 from factpatch.scope.features import spread_layers, text_features
 from factpatch.scope.training import ScopeConfig, learn_projection
@@ -231,16 +230,7 @@ class Scope:
     @classmethod
     def load(cls, path: str | Path, model: TaskModel) -> Self:
         """Loads a scope for the model that it was made for."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        except FileNotFoundError:
-            raise FileError(f"no scope file at {path}; check the path") from None
-        except (SafetensorError, OSError) as error:
-            raise FileError(f"{path} is not a readable scope file ({error}); it may be truncated") from error
-        if (kind := metadata.get("format", "none")) != FORMAT:
-            raise FileError(f"{path}: expected format {FORMAT}, found {kind}; it is not a scope of this version")
+        metadata, tensors = read_safetensors(path, "scope", FORMAT)
         if metadata.get("base") != model.fingerprint:
             raise MismatchError(
                 f"{path} was made for weights {metadata.get('base', 'unknown')[:12]}, this model has "
