@@ -10,12 +10,12 @@ from samples import revisions
 
 from factpatch.covariance import Covariance
 from factpatch.deltas import Dense
-from factpatch.errors import InputError
+from factpatch.errors import InputError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.merging import merge
 from factpatch.models import TaskModel
+from factpatch.solving import cholesky
 from factpatch.training import TrainConfig
-from factpatch.training import together as module
 from factpatch.training.batcher import Batcher
 from factpatch.training.objective import Objective
 from factpatch.training.sampler import Sampler
@@ -32,7 +32,7 @@ def test_gradients_are_those_of_the_whole_solve(
     model: TaskModel, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks, they equal what autograd finds through capture, editor and solve in one graph."""
-    monkeypatch.setitem(module.EDITS_PER_CHUNK, "cpu", 2)
+    monkeypatch.setattr(MergedGradients, "_edits_per_chunk", lambda *_: 2)
     known = revisions(model, 12)
     editor = loud_editor(model)
     log_ridge = editor.learn_ridge()
@@ -47,12 +47,11 @@ def test_gradients_are_those_of_the_whole_solve(
     )
 
     merged = MergedGradients(editor, objective, covariance)
-    merged.chunk = 3
     changes = {}
     ridge = dict(zip(editor.shapes, log_ridge.double().exp(), strict=True))
     for name, K, V in merged._keys_and_values(batch.edit_batch):
         K, V = K.double(), V.double()
-        M = K.mT @ K + 3 * ridge[name] * merged.moments[name]
+        M = K.mT @ K + 3 * ridge[name] * covariance.of(name, model.device)
         changes[name] = Dense((V.mT @ K @ torch.linalg.inv(M)).float()[None])
     measured = objective.measure(batch, changes)
     whole = measured.loss + 0.5 * measured.constraints.sum()
@@ -62,6 +61,16 @@ def test_gradients_are_those_of_the_whole_solve(
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4 * largest)
     assert float(expected[0].abs().max()) > 1e-3 * largest, "the ridge must matter, or this test shows nothing"
+
+
+def test_a_singular_matrix_of_a_batch_is_shifted_alone() -> None:
+    regular = torch.eye(3, dtype=torch.float64)
+    singular = torch.ones(3, 3, dtype=torch.float64)
+    root = cholesky(torch.stack([regular, singular]))
+    assert torch.equal(root[0], regular)
+    torch.testing.assert_close(root[1] @ root[1].mT, singular, rtol=0, atol=1e-5)
+    with pytest.raises(MismatchError, match="cannot solve the merge"):
+        cholesky(torch.stack([regular, -regular]))
 
 
 def test_a_step_needs_control_inputs() -> None:
@@ -84,7 +93,8 @@ def test_training_sees_what_merge_makes(model: TaskModel) -> None:
     plan = sampler.plan(0)
     batch = Batcher(model, editor, known, config).batch(plan, total=4)
     covariance = Covariance.compute(model, [revision.input for revision in known])
-    solved = MergedGradients(editor, Objective(model, config), covariance)._solve(batch.edit_batch)
+    solved = MergedGradients(editor, Objective(model, config), covariance)._solve(batch.edit_batch, editor.ridges())
+    changes = {name: S for group in solved for name, S in zip(group.names, group.S, strict=True)}
     edits = [
         FactEdit(known[i].input, known[i].alternatives[k], known[i].prediction)
         for i, k in zip(plan.edited, plan.alternatives, strict=True)
@@ -92,5 +102,5 @@ def test_training_sees_what_merge_makes(model: TaskModel) -> None:
     patch = merge(model, editor.propose(model, edits), covariance=covariance)
     for name, delta in patch.deltas.items():
         torch.testing.assert_close(
-            delta.dense(), solved[name].S.float(), rtol=1e-3, atol=1e-3 * float(delta.dense().abs().max())
+            delta.dense(), changes[name].float(), rtol=1e-3, atol=1e-3 * float(delta.dense().abs().max())
         )

@@ -219,16 +219,16 @@ def _values(X: Tensor, changes: Sequence[Delta | None], shape: tuple[int, int]) 
 
 
 def cholesky(M: Tensor) -> Tensor:
-    """The lower Cholesky factor of M, or of M plus a tiny multiple of I if rounding has made M singular."""
-    mean = M.diagonal().mean()
+    """The lower Cholesky factor of M (..., in, in), plus a tiny multiple of I where rounding has made M singular."""
+    mean = M.diagonal(dim1=-2, dim2=-1).mean(-1)
+    shift = torch.zeros_like(mean)
     root, failed = torch.linalg.cholesky_ex(M)
     for exponent in range(-14, -5, 2):
-        if not failed:
+        if not failed.any():
             break
-        shifted = M.clone()
-        shifted.diagonal().add_(10.0**exponent * mean)
-        root, failed = torch.linalg.cholesky_ex(shifted)
-    if failed or not root.isfinite().all():
+        shift = torch.where(failed.bool(), 10.0**exponent * mean, shift)
+        root, failed = torch.linalg.cholesky_ex(M + shift[..., None, None] * torch.eye(M.shape[-1]).to(M))
+    if failed.any() or not root.isfinite().all():
         raise MismatchError("cannot solve the merge with this covariance; compute it again from more inputs")
     return root
 

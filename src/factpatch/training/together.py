@@ -12,7 +12,7 @@ The ridge is learned with the editor, as ρ = log λ of each weight: ∂L/∂ρ 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from factpatch.covariance import Covariance
 from factpatch.deltas import Delta, Dense
 from factpatch.editors import Condition, EditBatch, TrainableEditor
-from factpatch.engine import Trace
 from factpatch.models import Rows
 from factpatch.models.rows import NO_TARGET
 from factpatch.solving import cholesky
@@ -30,7 +29,8 @@ from factpatch.training.batcher import StepBatch
 from factpatch.training.graphs import Tensors
 from factpatch.training.objective import Measured, Objective
 
-EDITS_PER_CHUNK = {"cpu": 32, "cuda": 128}
+CHUNK_BYTES = {"cpu": 1 << 30, "cuda": 24 << 30}  # memory for what a chunk of edits keeps for its backward pass
+COPIES = 8  # of a layer's inputs and outputs, in float32, that a chunk keeps: X, D, factors, values, gradients
 FEWEST = 8  # number of edits merged at the beginning of a run
 
 
@@ -44,12 +44,11 @@ def merged_at(share: float, together: int) -> int:
 
 @dataclass(frozen=True)
 class _Solved:
-    """The solve of one weight, in float64."""
+    """The solves of all weights of one shape, in float64."""
 
-    S: Tensor  # (out, in)  the merged change
-    root: Tensor  # (in, in)  lower Cholesky factor of M
-    C: Tensor  # (in, in)
-    ridge: float
+    names: list[str]
+    S: Tensor  # (weights, out, in)  the merged changes
+    root: Tensor  # (weights, in, in)  lower Cholesky factors of M
 
 
 class MergedGradients:
@@ -60,48 +59,60 @@ class MergedGradients:
         self.editor = editor
         self.objective = objective
         self.model = objective.model
-        self.chunk = EDITS_PER_CHUNK[self.model.device.type]
-        shared = {key: covariance.of(key, self.model.device) for key in covariance.moments}
-        self.moments = {name: shared[key] for name, key in covariance.readers.items() if name in editor.shapes}
+        self.readers = {name: key for name, key in covariance.readers.items() if name in editor.shapes}
+        self.moments = {key: covariance.of(key, self.model.device) for key in dict.fromkeys(self.readers.values())}
+        self.by_shape: dict[tuple[int, int], list[str]] = {}
+        for name in self.readers:
+            self.by_shape.setdefault(editor.shapes[name], []).append(name)
 
     def __call__(self, batch: StepBatch, whole: Callable[[Measured], Tensor]) -> Tensors:
         """The loss and the constraints, (1 + constraints,), then the gradient of each parameter of the editor.
 
         `whole` combines the objective's values into one number: the loss plus the multipliers' penalty.
         """
-        edits = len(batch.edit_batch.rows)
-        solved = self._solve(batch.edit_batch)
-        changes = {name: one.S.float().requires_grad_() for name, one in solved.items()}
+        edits, ridges = len(batch.edit_batch.rows), self.editor.ridges()
+        solved = self._solve(batch.edit_batch, ridges)
+        changes = {
+            name: S.float().requires_grad_() for group in solved for name, S in zip(group.names, group.S, strict=True)
+        }
         with torch.enable_grad():
             measured = self.objective.measure(batch, {name: Dense(S[None]) for name, S in changes.items()})
             gammas = torch.autograd.grad(whole(measured), list(changes.values()))
-        back = {  # M⁻¹ Γᵀ (in, out)
-            name: torch.cholesky_solve(gamma.double().mT, one.root)
-            for (name, one), gamma in zip(solved.items(), gammas, strict=True)
-        }
-        slopes = {name: -edits * one.ridge * (back[name] * (one.C @ one.S.mT)).sum() for name, one in solved.items()}
-        zero = torch.zeros((), device=self.model.device)
-        ridge_gradient = torch.stack([slopes.get(name, zero).float() for name in self.editor.shapes])
+        gamma_of = dict(zip(changes, gammas, strict=True))
+        back: dict[str, Tensor] = {}  # M⁻¹ Γᵀ (in, out)
+        slopes = torch.zeros(len(self.editor.shapes), device=self.model.device)
+        index = {name: i for i, name in enumerate(self.editor.shapes)}
+        for group in solved:
+            gamma = torch.stack([gamma_of[name] for name in group.names]).double()  # (weights, out, in)
+            for name, S, found in zip(group.names, group.S, torch.cholesky_solve(gamma.mT, group.root), strict=True):
+                back[name] = found
+                C = self.moments[self.readers[name]]
+                slopes[index[name]] = -edits * ridges[name] * (found * (C @ S.mT)).sum()
         gradients = self._through_editor(batch.edit_batch, back)
         figures = torch.cat([measured.loss[None], measured.constraints]).detach()
         named = zip(self.editor.named_parameters(), gradients, strict=True)
-        return figures, *(ridge_gradient if name == "log_ridge" else gradient for (name, _), gradient in named)
+        return figures, *(slopes if name == "log_ridge" else gradient for (name, _), gradient in named)
 
     @torch.no_grad()
-    def _solve(self, batch: EditBatch) -> dict[str, _Solved]:
-        KK: dict[str, Tensor] = {}
-        KV: dict[str, Tensor] = {}
+    def _solve(self, batch: EditBatch, ridges: Mapping[str, float]) -> list[_Solved]:
+        KK: dict[str, Tensor] = {}  # KᵀK (in, in), by the first weight that reads K
+        KV: dict[str, Tensor] = {}  # KᵀV (in, out)
         for part in self._chunks(batch):
+            seen: set[str] = set()
             for name, K, V in self._keys_and_values(part):
-                K, V = K.double(), V.double()
-                KK[name] = KK[name].addmm_(K.mT, K) if name in KK else K.mT @ K  # (in, in)
-                KV[name] = KV[name].addmm_(K.mT, V) if name in KV else K.mT @ V  # (in, out)
-        ridges = self.editor.ridges()
-        solved: dict[str, _Solved] = {}
-        for name, products in KK.items():
-            C, ridge = self.moments[name], ridges[name]
-            root = cholesky(products.add_(C, alpha=len(batch.rows) * ridge))
-            solved[name] = _Solved(torch.cholesky_solve(KV[name], root).mT, root, C, ridge)
+                K, V, key = K.double(), V.double(), self.readers[name]
+                if key not in seen:
+                    KK[key] = KK[key].addmm_(K.mT, K) if key in KK else K.mT @ K
+                    seen.add(key)
+                KV[name] = KV[name].addmm_(K.mT, V) if name in KV else K.mT @ V
+        solved: list[_Solved] = []
+        for names in self.by_shape.values():
+            M = torch.stack(
+                [KK[key] + len(batch.rows) * ridges[n] * self.moments[key] for n in names for key in [self.readers[n]]]
+            )
+            root = cholesky(M)
+            S = torch.cholesky_solve(torch.stack([KV.pop(name) for name in names]), root).mT
+            solved.append(_Solved(names, S, root))
         return solved
 
     def _through_editor(self, batch: EditBatch, back: dict[str, Tensor]) -> list[Tensor]:
@@ -121,24 +132,31 @@ class MergedGradients:
         return gradients
 
     def _chunks(self, batch: EditBatch) -> Iterator[EditBatch]:
-        for start in range(0, len(batch.rows), self.chunk):
-            part = slice(start, start + self.chunk)
-            rows, condition = batch.rows, batch.condition
-            assert rows.labels is not None
+        rows, condition = batch.rows, batch.condition
+        assert rows.labels is not None
+        chunk = self._edits_per_chunk(rows)
+        for start in range(0, len(rows), chunk):
+            part = slice(start, start + chunk)
             yield EditBatch(
                 Rows({key: values[part] for key, values in rows.inputs.items()}, rows.labels[part]),
                 Condition(condition.ids[part], condition.lengths[part]),
             )
 
+    def _edits_per_chunk(self, rows: Rows) -> int:
+        widths = [rows.inputs["input_ids"].shape[1], *(rows.labels.shape[1:] if rows.labels is not None else ())]
+        edit_bytes = 4 * COPIES * max(widths) * sum(sum(self.editor.shapes[name]) for name in self.readers)
+        return max(1, CHUNK_BYTES[self.model.device.type] // edit_bytes)
+
     def _keys_and_values(self, batch: EditBatch) -> Iterator[tuple[str, Tensor, Tensor]]:
         """For each weight, the layer's inputs at the edits' tokens, and what each edit's change adds to its outputs."""
         rows = _with_distinct_widths(batch.rows)
         traces = self.editor.trace(self.model, EditBatch(rows, batch.condition))
+        real = {mask.shape[1]: mask.flatten().nonzero()[:, 0] for mask in _real_tokens(rows)}
         for name, delta in self.editor(batch.condition, traces).items():
-            if name in self.moments:
+            if name in self.readers:
                 X = traces[name].X.float()  # (edits, tokens, in)
-                real = _real_tokens(rows, traces[name])
-                yield name, X[real], _added(delta, X)[real]
+                tokens = real[X.shape[1]]
+                yield name, X.flatten(0, 1)[tokens], _added(delta, X).flatten(0, 1)[tokens]
 
 
 def _added(delta: Delta, X: Tensor) -> Tensor:
@@ -154,10 +172,9 @@ def _with_distinct_widths(rows: Rows) -> Rows:
     return Rows(rows.inputs, F.pad(labels, (0, 1), value=NO_TARGET))
 
 
-def _real_tokens(rows: Rows, trace: Trace) -> Tensor:
-    """Which of the tokens that a layer reads are not padding: (edits, tokens)"""
-    mask = rows.inputs["attention_mask"].bool()
-    if trace.X.shape[1] == mask.shape[1]:
-        return mask
-    assert rows.labels is not None
-    return rows.labels.ne(NO_TARGET)
+def _real_tokens(rows: Rows) -> list[Tensor]:
+    """Masks of the tokens that are not padding, of the inputs and of the answers: (edits, tokens) each"""
+    masks = [rows.inputs["attention_mask"].bool()]
+    if rows.labels is not None and rows.labels.dim() > 1:
+        masks.append(rows.labels.ne(NO_TARGET))
+    return masks
