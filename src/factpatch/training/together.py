@@ -29,7 +29,8 @@ from factpatch.training.batcher import StepBatch
 from factpatch.training.graphs import Tensors
 from factpatch.training.objective import Measured, Objective
 
-CHUNK_BYTES = {"cpu": 1 << 30, "cuda": 24 << 30}  # memory for what a chunk of edits keeps for its backward pass
+CPU_CHUNK_BYTES = 1 << 30  # memory for what a chunk of edits keeps for its backward pass
+GPU_CHUNK_SHARE = 0.25  # the same on a GPU, as a share of its memory
 COPIES = 8  # of a layer's inputs and outputs, in float32, that a chunk keeps: X, D, factors, values, gradients
 FEWEST = 8  # number of edits merged at the beginning of a run
 
@@ -145,7 +146,10 @@ class MergedGradients:
     def _edits_per_chunk(self, rows: Rows) -> int:
         widths = [rows.inputs["input_ids"].shape[1], *(rows.labels.shape[1:] if rows.labels is not None else ())]
         edit_bytes = 4 * COPIES * max(widths) * sum(sum(self.editor.shapes[name]) for name in self.readers)
-        return max(1, CHUNK_BYTES[self.model.device.type] // edit_bytes)
+        budget = CPU_CHUNK_BYTES
+        if self.model.device.type == "cuda":
+            budget = int(GPU_CHUNK_SHARE * torch.cuda.get_device_properties(self.model.device).total_memory)
+        return max(1, budget // edit_bytes)
 
     def _keys_and_values(self, batch: EditBatch) -> Iterator[tuple[str, Tensor, Tensor]]:
         """For each weight, the layer's inputs at the edits' tokens, and what each edit's change adds to its outputs."""
