@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -55,8 +55,9 @@ class Ledger:
     """Facts in one SQLite file, for one model.
 
     A new ledger needs `others`, a sample of ordinary inputs whose answers should stay as they are, or a `covariance`
-    computed from such a sample. `ridge` is λ; by default the value that the editor has learned, or 1. Without a model,
-    facts can only be listed and removed.
+    computed from such a sample. `ridge` is λ; by default the value that the editor has learned, or 1. `mode` is that of
+    `merge`, by default "unedited". Both are fixed when the ledger is created. Without a model, facts can only be listed
+    and removed.
     """
 
     def __init__(
@@ -67,17 +68,21 @@ class Ledger:
         *,
         covariance: Covariance | None = None,
         ridge: float | None = None,
-        mode: Mode = "unedited",
+        mode: Mode | None = None,
     ):
+        if ridge is not None and not 0 < ridge < float("inf"):
+            raise InputError(f"expected a ridge above 0, found {ridge}")
+        if mode not in (None, *MODES):
+            raise InputError(f"expected a mode among {', '.join(MODES)}, found {mode!r}")
         self._model = model
         self.scope: Scope | None = None
         create = others is not None or covariance is not None
         if create and not Path(path).exists():  # before the file is created, because this may fail
-            covariance = self._prepare(covariance, others, ridge, mode)
+            covariance = self._prepare(covariance, others)
         self.store = Store(path, create)
         try:
             if create and not self.store.get_meta():
-                self._initialise(self._prepare(covariance, others, ridge, mode), ridge, mode)
+                self._initialise(self._prepare(covariance, others), ridge, mode or "unedited")
             self.meta = self.store.get_meta()
             if not self.meta:
                 raise FileError(f"{path} is a ledger without a model; create it again with factpatch ledger init")
@@ -86,17 +91,18 @@ class Ledger:
                     f"the ledger {path} belongs to weights {self.meta['base'][:12]}, this model has "
                     f"{model.fingerprint[:12]}; load the model it was made for"
                 )
+            self.settings: dict[str, Any] = json.loads(self.meta["settings"])
+            for name, wanted in {"ridge": ridge, "mode": mode}.items():
+                if wanted not in (None, self.settings[name]):
+                    raise MismatchError(
+                        f"the ledger {path} was created with {name}={self.settings[name]}, not {wanted}; "
+                        f"leave {name} out, or create another ledger"
+                    )
         except BaseException:
             self.store.close()
             raise
 
-    def _prepare(
-        self, covariance: Covariance | None, others: Iterable[str] | None, ridge: float | None, mode: Mode
-    ) -> Covariance:
-        if ridge is not None and not 0 < ridge < float("inf"):
-            raise InputError(f"expected a ridge above 0, found {ridge}")
-        if mode not in MODES:
-            raise InputError(f"expected a mode among {', '.join(MODES)}, found {mode!r}")
+    def _prepare(self, covariance: Covariance | None, others: Iterable[str] | None) -> Covariance:
         with unpatched(self.model):
             covariance = covariance or Covariance.compute(self.model, others or ())
             covariance.check_fits(self.model)
@@ -131,7 +137,7 @@ class Ledger:
 
     @cached_property
     def covariance(self) -> Covariance:
-        known = json.loads(self.meta["settings"])["covariance"]
+        known = self.settings["covariance"]
         moments = self.store.covariance()
         return Covariance(self.meta["base"], known["sample"], known["count"], moments, known["readers"])
 
@@ -143,11 +149,11 @@ class Ledger:
 
     @property
     def mode(self) -> Mode:
-        return json.loads(self.meta["settings"])["mode"]
+        return self.settings["mode"]
 
     def ridge(self, facts: Sequence[Fact]) -> dict[str, float]:
         """λ of each weight: the ledger's setting, else the value learned by these facts' editors, else the default."""
-        given = json.loads(self.meta["settings"])["ridge"]
+        given = self.settings["ridge"]
         known = self.store.get_meta()
         ridges = (json.loads(known.get(f"ridge of {fact.id}", "{}")) for fact in facts)
         learned = (mean_ridge(ridges) if given is None else None) or {}
@@ -196,7 +202,7 @@ class Ledger:
                     self.store.set_meta({f"ridge of {ids[-1]}": json.dumps(patch.ridge)})
                 if before is not None:
                     self.store.record(ids[-1], f"replaces fact {before}")
-        return [fact for fact in self.facts(None) if fact.id in ids]
+        return [self.fact(i) for i in sorted(ids)]
 
     def _propose(self, editor: EditMethod, edits: Sequence[FactEdit]) -> list[tuple[Patch, dict[str, Tensor]]]:
         method = Looped(editor) if isinstance(editor, TrainableEditor) else editor

@@ -246,15 +246,16 @@ class Fit(Run):
         return [Example(*pair) for pair in zip(encoded, targets, strict=True)]
 
     def _check_answer(self, record: Record) -> None:
-        tokens, most = len(self.model.encode_targets(record.answers[:1])[0]), self.model.max_input_tokens
+        tokens = len(self.model.encode_targets(record.answers[:1])[0])
+        most = min(MAX_ANSWER_TOKENS, self.model.max_input_tokens)
         if tokens > most:
-            raise InputError(f"the model can generate {most} tokens, this answer has {tokens}; shorten or remove it")
+            raise InputError(f"answers can have {most} tokens, this one has {tokens}; shorten or remove it")
 
     def _set_answer_length(self, examples: Sequence[Example]) -> None:
         """Limits answers to the length of the longest target, in the generation settings saved with the model."""
         model = self.model
         assert isinstance(model, Seq2Seq)
-        model.limit_answers(min(MAX_ANSWER_TOKENS, max(len(e.target) for e in examples)))
+        model.limit_answers(max(len(e.target) for e in examples))
         model.generation.length_penalty = 0.0  # find the most likely answer, without a bonus for its length
         model.model.generation_config = model.generation
 
