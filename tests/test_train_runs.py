@@ -265,7 +265,7 @@ def test_a_second_signal_stops_at_once(number: signal.Signals, capfd: pytest.Cap
             signal.raise_signal(number)
             assert asked.is_set()
             assert not seen
-            assert "press Ctrl-C again to stop at once" in capfd.readouterr().err
+            assert "press Ctrl-C again to stop immediately" in capfd.readouterr().err
             signal.raise_signal(number)
             assert seen == [number]
     finally:

@@ -25,7 +25,7 @@ from factpatch.patch import weight_shape
 
 FORMAT = "factpatch-covariance-1"
 FLOOR = 1e-3  # added to the diagonal, as a multiple of its mean
-BYTES_AT_ONCE = {"cpu": 1 << 30, "cuda": 8 << 30}  # memory for the sums that are computed in one pass over the texts
+BYTES_PER_PASS = {"cpu": 1 << 30, "cuda": 8 << 30}  # memory for the sums that are computed in one pass over the texts
 
 Example = tuple[str, str]  # a text, and the answer that the decoder of an encoder-decoder reads
 Visit = Callable[[list[int], str, Tensor], None]
@@ -105,7 +105,7 @@ def find_readers(model: TaskModel, example: Example) -> dict[str, str]:
 
 def passes(sizes: Mapping[str, int], device: torch.device) -> Iterator[list[str]]:
     """Splits layers into groups whose sums fit into memory together; `sizes` counts the float64 values of each."""
-    budget = BYTES_AT_ONCE.get(device.type, BYTES_AT_ONCE["cpu"]) // 8
+    budget = BYTES_PER_PASS.get(device.type, BYTES_PER_PASS["cpu"]) // 8
     group: list[str] = []
     used = 0
     for name, size in sizes.items():

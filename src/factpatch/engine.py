@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from factpatch.deltas import Delta, Dense, LowRank
 from factpatch.errors import ModelError
-from factpatch.kernels import kernels_take
+from factpatch.kernels import kernels_support
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _has_kernel(layer: nn.Module, x: Tensor, factor: Tensor) -> bool:
         and x.shape[-1] % 64 == 0
         and factor.shape[-2] <= 64
         and x.numel() // x.shape[-1] >= 64 * len(factor)
-        and kernels_take(x)
+        and kernels_support(x)
     )
 
 

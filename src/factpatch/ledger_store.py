@@ -1,4 +1,4 @@
-"""The ledger's file: one SQLite database that survives crashes and serves several processes at once."""
+"""The ledger's file: one SQLite database that survives crashes and can be used by several processes."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBat
     labels = batch.labels
     assert labels is not None
     answer = labels[0].numel()
-    places = torch.arange(edits * rows * answer, device=model.device).view(edits, rows, answer)
-    edit, keep = places[:, :2].flatten(), places[:, 2:].flatten()
+    positions = torch.arange(edits * rows * answer, device=model.device).view(edits, rows, answer)
+    edit, keep = positions[:, :2].flatten(), positions[:, 2:].flatten()
 
     def weights(chosen: Tensor) -> Tensor:
         return torch.full((len(chosen),), 1 / len(chosen), device=model.device)

@@ -52,7 +52,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="Maximum updates per edit. Default: 5 with --loop, otherwise 1.")
     ] = None,
     together: Annotated[
-        str | None, typer.Option(help="Also measure N facts edited at once, for each N of a list such as 1,16,64.")
+        str | None, typer.Option(help="Also measure N facts edited together, for each N of a list such as 1,16,64.")
     ] = None,
     merge: Annotated[
         str,
@@ -248,7 +248,7 @@ def _show(result: Result, output: Path, bad: int) -> None:
         shown = ", ".join(f"{m.label.lower()} {m.show(value)} {m.unit}" for m, value in shares if value is not None)
         common.stdout.print(f"{point.facts:,} facts together ({point.groups} groups): {shown}", soft_wrap=True)
     skipped = f", {bad:,} bad lines skipped" if bad else ""
-    rate = f"{result.edits / result.seconds:.3g} per second" if result.seconds else "in no time"
+    rate = f", {result.edits / result.seconds:.3g} per second" if result.seconds else ""
     common.stdout.print(
-        f"{result.edits:,} edits on {result.retain_inputs:,} control inputs, {rate}{skipped}", soft_wrap=True
+        f"{result.edits:,} edits on {result.retain_inputs:,} control inputs{rate}{skipped}", soft_wrap=True
     )

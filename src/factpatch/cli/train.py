@@ -74,9 +74,8 @@ def train(
         result = run.run(train, valid, skip_bad, table.show, common.warn, table.show_stage)
     if not common.is_main_process():
         return
-    common.print_json(result) if as_json else common.show_counts(
-        {k: v for k, v in result.items() if k != "trained"}, output
-    )
+    shown = {key: value for key, value in result.items() if key != "trained"}
+    common.print_json(result) if as_json else common.show_counts(shown, output)
     if not result["trained"]:
         best = max(record["success"] for record in run.metrics)
         common.warn(

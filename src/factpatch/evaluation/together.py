@@ -25,7 +25,7 @@ from factpatch.models import TaskModel
 from factpatch.processes import from_first
 
 FILE = "together.jsonl"
-COVERED = 256  # edits that are measured alone, and in groups of each size unless one group is larger
+COVERED = 256  # edits measured one by one, and for each group size; more only if a single group is larger
 
 
 @dataclass(frozen=True)
