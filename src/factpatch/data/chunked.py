@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from factpatch.data.formats import Record
 from factpatch.data.records import Counts, read_records
-from factpatch.files import ResumableLines
+from factpatch.resumable import ResumableLines
 
 T = TypeVar("T")
 

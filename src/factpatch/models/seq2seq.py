@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM
 from factpatch.errors import InputError
 from factpatch.facts import same
 from factpatch.models.base import TaskModel
-from factpatch.models.beam import beam_search, supports
+from factpatch.models.beam import beam_search, knows
 from factpatch.models.gpu import align
 from factpatch.models.rows import NO_TARGET, Encoded, Rows, padded, selected
 
@@ -137,7 +137,7 @@ class Seq2Seq(TaskModel):
 
     def decide(self, rows: Rows, count: int = 1, edits: int | None = None) -> list[list[str]]:
         count = min(count, self.beams)
-        if supports(self.generation):
+        if knows(self.generation):
             ids = beam_search(self.model, rows.inputs, self.generation, edits)[:, :count].flatten(0, 1)
         else:
             generation = copy.copy(self.generation)

@@ -255,7 +255,7 @@ class Fit(Run):
         """Limits answers to the length of the longest target, in the generation settings saved with the model."""
         model = self.model
         assert isinstance(model, Seq2Seq)
-        model.limit_answers(max(len(e.target) for e in examples))
+        model.limit_answers(min(MAX_ANSWER_TOKENS, max(len(e.target) for e in examples)))
         model.generation.length_penalty = 0.0  # find the most likely answer, without a bonus for its length
         model.model.generation_config = model.generation
 
