@@ -20,7 +20,6 @@ from factpatch.engine import edited
 from factpatch.errors import FileError, InputError, MismatchError, ModelError
 from factpatch.files import atomic_file, read_safetensors
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import Encoded
 from factpatch.patch import weight_shape
 
 FORMAT = "factpatch-covariance-1"
@@ -71,7 +70,7 @@ def _unpadded_batches(model: TaskModel, examples: Sequence[Example]) -> Iterator
     targets = None if model.kind == "classifier" else model.encode_targets([answer for _, answer in examples])
     by_length: dict[tuple[int, int], list[int]] = {}
     for i, one in enumerate(encoded):
-        by_length.setdefault((_length(one), len(targets[i]) if targets else 0), []).append(i)
+        by_length.setdefault((len(one["input_ids"]), len(targets[i]) if targets else 0), []).append(i)
     nowhere = torch.empty(0, dtype=torch.long, device=model.device)  # target positions: no logits are needed
     for (tokens, answer_tokens), group in sorted(by_length.items()):
         for batch in model.batches([tokens + answer_tokens] * len(group)):
@@ -79,10 +78,6 @@ def _unpadded_batches(model: TaskModel, examples: Sequence[Example]) -> Iterator
             chosen = [targets[i] for i in indices] if targets else None
             rows = model.collate([encoded[i] for i in indices], chosen)
             yield indices, Rows(rows.inputs, rows.labels, nowhere)
-
-
-def _length(encoded: Encoded) -> int:
-    return len(encoded["input_ids"])
 
 
 def find_readers(model: TaskModel, example: Example) -> dict[str, str]:
