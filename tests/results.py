@@ -200,3 +200,9 @@ def write_training(folder: Path, validations: int = 30, constraint: str | None =
 def write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2))
+
+
+def spoil(path: Path, old: str, new: str) -> Path:
+    """Replaces a text in a file of a run, and returns the run's folder."""
+    path.write_text(path.read_text().replace(old, new))
+    return path.parent

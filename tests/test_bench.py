@@ -11,7 +11,7 @@ from conftest import loud_editor
 
 from factpatch import bench
 from factpatch.bench.shapes import ANSWER_TOKENS
-from factpatch.bench.ways import propose_and_run, published_step, published_way
+from factpatch.bench.ways import propose_and_run, published_edit, published_step
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
 from factpatch.training import TrainConfig
@@ -19,13 +19,13 @@ from factpatch.training.objective import Objective
 
 
 @torch.no_grad()
-def test_the_published_way_gives_the_same_outputs(model: TaskModel, edits: list[FactEdit]) -> None:
+def test_the_published_edit_gives_the_same_outputs(model: TaskModel, edits: list[FactEdit]) -> None:
     if model.model.config.model_type == "gpt2":
         pytest.skip("its weights are transposed, unlike those of the benchmark's shapes")
     editor = loud_editor(model)
     batch = editor.batch(model, edits[:1])
     found = propose_and_run(editor, model, batch, batch.rows)
-    expected = published_way(editor, model, batch, batch.rows)
+    expected = published_edit(editor, model, batch, batch.rows)
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
     assert all(p.grad is None and not p.requires_grad for p in model.model.parameters())
 

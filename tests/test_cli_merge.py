@@ -94,6 +94,7 @@ def test_a_ledgers_life(run: Run, others: Path, tmp_path: Path) -> None:
         (("remove", *ledger, 77), "there is no fact 77"),
         (("remove", *ledger, second["id"]), "is not active"),
         (("list", "--ledger", tmp_path / "none.db"), "no ledger at"),
+        (("show", *ledger, second["id"], "--device", "potato"), "expected a device"),
     ):
         refused = run("ledger", *arguments)
         assert refused.code == 1

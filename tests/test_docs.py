@@ -18,13 +18,25 @@ PAGES = sorted([*DOCS.parent.glob("*.md"), *DOCS.rglob("*.md")])
 LONGEST_LINE = 120
 
 
-def test_the_command_line_page_is_up_to_date() -> None:
+@pytest.fixture(scope="module")
+def make_cli() -> Any:
     spec = importlib.util.spec_from_file_location("make_cli", DOCS / "make_cli.py")
     assert spec is not None
     assert spec.loader is not None
-    make_cli = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make_cli)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_command_line_page_is_up_to_date(make_cli: Any) -> None:
     assert (DOCS / "cli.md").read_text() == make_cli.page(), "run `make docs`"
+
+
+def test_every_command_has_the_common_options_and_an_example(make_cli: Any) -> None:
+    for name, command in make_cli.commands(typer.main.get_command(app), "factpatch"):
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {"--json", "--device", "--seed"} <= options, name
+        assert f"Example: {name}" in command.help, name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

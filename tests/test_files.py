@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from factpatch.errors import FileError
-from factpatch.files import ResumableLines, atomic_file, atomic_folder, check_writable, files_into
+from factpatch.files import atomic_file, atomic_folder, check_writable, files_into
+from factpatch.resumable import ResumableLines
 
 
 def test_a_link_is_written_through(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_two_runs_in_one_process(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from factpatch.files import ResumableLines
+from factpatch.resumable import ResumableLines
 lines = ResumableLines(sys.argv[1], {"s": "A"}, 1)
 lines.write(["1"])
 print("written", flush=True)

@@ -44,7 +44,7 @@ def test_side_by_side_is_what_one_at_a_time_is(
     model.cast(torch.float64)
     method = Zhu(lr=1e-3, bound=5e-3)
     together = method.propose(model, short_edits)
-    monkeypatch.setattr(module, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(module, "MAX_EDITS_PER_BATCH", 1)
     alone = method.propose(model, short_edits)
     for one, other in zip(together, alone, strict=True):
         for name, delta in one.deltas.items():

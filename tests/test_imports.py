@@ -14,7 +14,7 @@ FLOORS = [
     {"errors"},
     {"kernels"},
     {"files", "device", "processes", "backends", "world", "jsonl"},
-    {"facts"},
+    {"facts", "resumable"},
     {"deltas"},
     {"patch"},
     {"engine"},

@@ -222,6 +222,9 @@ def test_what_cannot_be_opened_is_told_in_one_line(ledger: Ledger, model: TaskMo
     refused(MismatchError, "covariance was computed for", tmp_path / "none.db", other, covariance=ledger.covariance)
     assert not (tmp_path / "none.db").exists()
     refused(FileError, "cannot open|no ledger", tmp_path, model, OTHERS)
+    refused(MismatchError, "created with ridge=None, not 0.5", path, model, OTHERS, ridge=0.5)
+    refused(MismatchError, "created with mode=unedited, not sequence", path, model, mode="sequence")
+    Ledger(path, model, OTHERS, mode="unedited").close()
 
     (tmp_path / "text.db").write_text("not a database at all, but long enough to look like one" * 50)
     refused(FileError, "is damaged or not a ledger", tmp_path / "text.db", model)
@@ -250,6 +253,12 @@ def test_damage_and_locks_are_noticed(ledger: Ledger, model: TaskModel, tmp_path
     other.close()
     with pytest.raises(FileError, match="is damaged"):
         ledger.patch()
+
+
+def test_one_fact_is_read_without_the_others(ledger: Ledger, model: TaskModel) -> None:
+    first, second = ledger.add(Guess(), [edit_to_other(model, x) for x in INPUTS[:2]])
+    ledger.store.db.execute("UPDATE facts SET paraphrases = 'damaged' WHERE id = ?", (first.id,))
+    assert ledger.fact(second.id) == second
 
 
 def test_without_a_model_facts_can_be_listed_and_removed(ledger: Ledger, model: TaskModel, tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from factpatch.editors import METHODS, EditorConfig
 from factpatch.editors.registry import Method
 from factpatch.errors import InputError
 from factpatch.training import PRESETS, TrainConfig, resolve_config
-from factpatch.training.config import config_from_json, config_to_json
+from factpatch.training.config import config_to_json
 
 
 def test_every_preset_is_a_config() -> None:
     for preset in PRESETS:
         config = resolve_config(preset, None, [], {})
-        assert config_from_json(config_to_json(config)) == config
+        assert resolve_config(None, None, [], config_to_json(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_editors_settings_are_those_of_its_method(monkeypatch: pytest.Monkey
     assert resolve_config("fc", None, ["method=toy"], {}).editor == OneSetting(3)
     config = resolve_config("fc", None, ["method=toy", "editor.depth=5"], {})
     assert config.editor == OneSetting(5)
-    assert config_from_json(config_to_json(config)) == config
+    assert resolve_config(None, None, [], config_to_json(config)) == config
     with pytest.raises(InputError, match=r"unknown setting editor.width; known settings are depth"):
         resolve_config("fc", None, ["method=toy", "editor.width=5"], {})
 
@@ -66,7 +66,7 @@ def test_the_editors_settings_are_those_of_its_method(monkeypatch: pytest.Monkey
 def test_a_config_without_a_method_is_of_the_first_version() -> None:
     saved = config_to_json(TrainConfig(editor=EditorConfig(width=32)))
     assert saved.pop("method") == "hyper"
-    assert config_from_json(saved).editor == EditorConfig(width=32)
+    assert resolve_config(None, None, [], saved).editor == EditorConfig(width=32)
 
 
 def test_steps_given_later_take_the_place_of_minutes(tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ DRIVER = """
 import json, sys
 from factpatch.models import load_model
 from factpatch.training import Train
-from factpatch.training.config import config_from_json
+from factpatch.training.config import resolve_config
 
 for argument in sys.argv[1:]:
     settings, model, output, train = json.loads(argument)
-    Train(config_from_json(settings), load_model(model, "cpu"), output).run(train)
+    Train(resolve_config(None, None, [], settings), load_model(model, "cpu"), output).run(train)
 """
 
 
@@ -210,7 +210,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 from factpatch.models import load_model
 from factpatch.training import Train
-from factpatch.training.config import config_from_json
+from factpatch.training.config import resolve_config
 
 settings, model, output, train = sys.argv[1:]
 checkpoints = Path(output) / "checkpoint"
@@ -220,7 +220,7 @@ def last_step():
 
 def run():
     resume = any(checkpoints.glob("step-*"))
-    Train(config_from_json(json.loads(settings)), load_model(model, "cpu"), output, resume).run(train)
+    Train(resolve_config(None, None, [], json.loads(settings)), load_model(model, "cpu"), output, resume).run(train)
 
 kills = 0
 while True:
@@ -265,7 +265,7 @@ def test_a_second_signal_stops_at_once(number: signal.Signals, capfd: pytest.Cap
             signal.raise_signal(number)
             assert asked.is_set()
             assert not seen
-            assert "press Ctrl-C again to stop at once" in capfd.readouterr().err
+            assert "press Ctrl-C again to stop immediately" in capfd.readouterr().err
             signal.raise_signal(number)
             assert seen == [number]
     finally:

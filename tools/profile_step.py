@@ -78,7 +78,7 @@ def leave_out(names: list[str], model: TaskModel) -> None:
     if "product" in names:
         engine._has_kernel = lambda layer, x, factor: False
     if "divergence" in names:
-        constraints.kernels_take = lambda x: False
+        constraints.kernels_support = lambda x: False
 
 
 def wait() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from factpatch.deltas import Delta, LowRank
-from factpatch.kernels import kernels_take
+from factpatch.kernels import kernels_support
 
 WIDE = 1024  # number of classes from which one fused kernel is faster than torch's several passes
 
@@ -17,7 +17,7 @@ def kl(before: Tensor, after: Tensor) -> Tensor:
     """KL( p(·; θ) ‖ p(·; θ') ) from two sets of logits, (positions, classes): (positions,)."""
     alike = before.dtype == after.dtype and before.shape == after.shape and not before.requires_grad
     in_rows = after.dim() == 2 and before.stride(-1) == after.stride(-1) == 1
-    if after.shape[-1] >= WIDE and alike and in_rows and kernels_take(after):
+    if after.shape[-1] >= WIDE and alike and in_rows and kernels_support(after):
         from factpatch.kernels.divergence import Divergence
 
         return Divergence.apply(before, after)

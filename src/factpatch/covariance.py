@@ -20,12 +20,11 @@ from factpatch.engine import edited
 from factpatch.errors import FileError, InputError, MismatchError, ModelError
 from factpatch.files import atomic_file, read_safetensors
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import Encoded
 from factpatch.patch import weight_shape
 
 FORMAT = "factpatch-covariance-1"
 FLOOR = 1e-3  # added to the diagonal, as a multiple of its mean
-BYTES_AT_ONCE = {"cpu": 1 << 30, "cuda": 8 << 30}  # memory for the sums that are computed in one pass over the texts
+BYTES_PER_PASS = {"cpu": 1 << 30, "cuda": 8 << 30}  # memory for the sums that are computed in one pass over the texts
 
 Example = tuple[str, str]  # a text, and the answer that the decoder of an encoder-decoder reads
 Visit = Callable[[list[int], str, Tensor], None]
@@ -71,7 +70,7 @@ def _unpadded_batches(model: TaskModel, examples: Sequence[Example]) -> Iterator
     targets = None if model.kind == "classifier" else model.encode_targets([answer for _, answer in examples])
     by_length: dict[tuple[int, int], list[int]] = {}
     for i, one in enumerate(encoded):
-        by_length.setdefault((_length(one), len(targets[i]) if targets else 0), []).append(i)
+        by_length.setdefault((len(one["input_ids"]), len(targets[i]) if targets else 0), []).append(i)
     nowhere = torch.empty(0, dtype=torch.long, device=model.device)  # target positions: no logits are needed
     for (tokens, answer_tokens), group in sorted(by_length.items()):
         for batch in model.batches([tokens + answer_tokens] * len(group)):
@@ -79,10 +78,6 @@ def _unpadded_batches(model: TaskModel, examples: Sequence[Example]) -> Iterator
             chosen = [targets[i] for i in indices] if targets else None
             rows = model.collate([encoded[i] for i in indices], chosen)
             yield indices, Rows(rows.inputs, rows.labels, nowhere)
-
-
-def _length(encoded: Encoded) -> int:
-    return len(encoded["input_ids"])
 
 
 def find_readers(model: TaskModel, example: Example) -> dict[str, str]:
@@ -105,7 +100,7 @@ def find_readers(model: TaskModel, example: Example) -> dict[str, str]:
 
 def passes(sizes: Mapping[str, int], device: torch.device) -> Iterator[list[str]]:
     """Splits layers into groups whose sums fit into memory together; `sizes` counts the float64 values of each."""
-    budget = BYTES_AT_ONCE.get(device.type, BYTES_AT_ONCE["cpu"]) // 8
+    budget = BYTES_PER_PASS.get(device.type, BYTES_PER_PASS["cpu"]) // 8
     group: list[str] = []
     used = 0
     for name, size in sizes.items():

@@ -24,7 +24,7 @@ from factpatch.models import TaskModel
 from factpatch.scope import Scope
 
 CONTROLS = 15  # control facts that each patch is tried on
-CONTROLS_TOGETHER = 120  # control facts for all patches at once
+CONTROLS_TOGETHER = 120  # control facts that all patches together are tried on
 OTHERS = 1200  # facts that the merged patch is fitted to
 SCOPE_SAMPLE = 300  # facts that the scope is calibrated on
 QUESTION = re.compile(r"(who|whose|what|which|when|where|why|how|is|are|was|were|do|does|did|can|could)\b", re.I)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from factpatch.deltas import Delta, Dense, LowRank
 from factpatch.errors import ModelError
-from factpatch.kernels import kernels_take
+from factpatch.kernels import kernels_support
 
 
 @dataclass(frozen=True)
@@ -110,19 +111,15 @@ def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iter
 
 
 def _run_folded(layer: nn.Linear, delta: Dense) -> Callable[[Tensor], Tensor]:
-    """One product with the changed weight, instead of one with the weight and one with its change."""
+    """Makes one product with the changed weight, instead of one with the weight and one with its change."""
 
     def changed() -> Tensor:
         return layer.weight + delta.delta[0].to(layer.weight)
 
-    kept: list[Tensor] = []  # what one pass has computed serves the next, as long as no gradients are wanted
+    without_gradients = cache(changed)  # shared by all passes that need no gradients
 
     def forward(x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return F.linear(x, changed(), layer.bias)
-        if not kept:
-            kept.append(changed())
-        return F.linear(x, kept[0], layer.bias)
+        return F.linear(x, changed() if torch.is_grad_enabled() else without_gradients(), layer.bias)
 
     return forward
 
@@ -188,7 +185,7 @@ def _has_kernel(layer: nn.Module, x: Tensor, factor: Tensor) -> bool:
         and x.shape[-1] % 64 == 0
         and factor.shape[-2] <= 64
         and x.numel() // x.shape[-1] >= 64 * len(factor)
-        and kernels_take(x)
+        and kernels_support(x)
     )
 
 

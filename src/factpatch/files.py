@@ -1,17 +1,13 @@
 """Writing files and folders atomically: a crash leaves either the old content or the new one."""
 
-import fcntl
 import hashlib
-import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Self
-from weakref import WeakValueDictionary, finalize
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -23,8 +19,8 @@ PROBE = ".factpatch-"  # prefix of the files that `check_writable` creates and r
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yields a scratch path beside `path`; the file written there replaces `path` when the block ends without error."""
-    path = _checked_target(path)
-    with _as_file_errors(path):
+    path = checked_target(path)
+    with as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
@@ -47,7 +43,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise FileError(f"expected a folder to write, found a file at {path}; name a folder")
-    with _as_file_errors(path):
+    with as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
         try:
@@ -69,7 +65,7 @@ def files_into(folder: str | Path) -> Iterator[Path]:
     Other files of `folder` are kept. If a move fails, the error lists which files were replaced and which were not.
     """
     folder = Path(folder)
-    with _as_file_errors(folder):
+    with as_file_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".new."))
         try:
@@ -96,120 +92,6 @@ def _move_files(files: list[Path], folder: Path) -> None:
             ) from error
 
 
-class ResumableLines:
-    """A file of lines that is written chunk by chunk and can be resumed after a crash.
-
-    Lines are collected in a hidden part file beside `path`, which becomes `path` when `finish` is called. The part
-    file's first line records the settings of the run. A run with the same settings resumes after the last complete
-    chunk, so that it produces the same chunks, and therefore the same lines, as a run that was never interrupted. A
-    run with other settings starts from scratch. `header` is an optional first line of the finished file, which is not
-    counted as a line. `seconds` is the total time, including that of interrupted runs.
-
-    The part file is locked, so that two processes cannot write the same output. Within one process, a new object
-    replaces an older one for the same path, whose next write then fails.
-    """
-
-    _open: ClassVar[WeakValueDictionary[Path, Self]] = WeakValueDictionary()
-
-    def __init__(self, path: str | Path, settings: dict[str, Any], chunk: int, header: str | None = None):
-        self.path = _checked_target(path)
-        self.chunk = chunk
-        self.header = header
-        self.part = self.path.with_name(f".{self.path.name}.part")
-        self._time = self.path.with_name(f".{self.path.name}.part.seconds")
-        refuse_gz(self.path)
-        run = json.dumps({"run": {**settings, "chunk": chunk}, "header": header}, sort_keys=True)
-        with _as_file_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._locked()
-            finalize(self, self._file.close)  # a run that fails releases the lock
-            self.done = self._resume(run.encode() + b"\n")
-            spent = self._time.read_text() if self.done and self._time.exists() else ""
-        self._begin = time.perf_counter() - float(spent or 0)
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self._begin
-
-    def _locked(self) -> BinaryIO:
-        """Opens and locks the part file. The system releases the lock when the process ends, however it ends."""
-        key = self.part.absolute()
-        if (older := self._open.get(key)) is not None:
-            older._file.close()
-        while True:
-            file = self.part.open("ab")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.close()
-                raise self._taken() from None
-            except OSError:
-                pass  # a file system without locks
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), self.part.stat()):
-                    self._open[key] = self
-                    return file
-            file.close()  # another run has just finished and removed this part file
-
-    def _taken(self) -> FileError:
-        return FileError(f"another run is writing {self.path}; wait until it ends, or choose another --output")
-
-    def _resume(self, run: bytes) -> int:
-        """Truncates the part file after the last complete chunk of this run, and returns the number of lines in it."""
-        self._start = len(run)
-        with self.part.open("rb") as file:
-            same_run = file.readline() == run
-            ends = [self._start]
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                ends.append(ends[-1] + len(line))
-        if not same_run:
-            self._file.truncate(0)
-            self._file.write(run)
-            self._file.flush()
-            return 0
-        complete = (len(ends) - 1) // self.chunk * self.chunk
-        self._file.truncate(ends[complete])
-        return complete
-
-    def keep(self, lines: int) -> None:
-        """Keeps only the first `lines` lines, for callers that resume at the start of one of their own batches."""
-        with _as_file_errors(self.path), self.part.open("rb") as file:
-            for _ in range(1 + lines):
-                file.readline()
-            self._file.truncate(file.tell())
-        self.done = lines
-
-    def lines(self) -> Iterator[str]:
-        """Yields the lines that have been written so far."""
-        with self.part.open(encoding="utf-8") as file:
-            file.readline()
-            yield from (line.removesuffix("\n") for line in file)
-
-    def write(self, lines: list[str]) -> None:
-        if self._file.closed:
-            raise self._taken()
-        with _as_file_errors(self.path):
-            self._file.write("".join(f"{line}\n" for line in lines).encode())
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._time.write_text(f"{self.seconds():.3f}")
-
-    def finish(self) -> None:
-        """Writes the header and all lines to `path` and removes the part file."""
-        if self._file.closed:
-            raise self._taken()
-        with atomic_file(self.path) as scratch, scratch.open("wb") as out, self.part.open("rb") as lines:
-            if self.header is not None:
-                out.write(self.header.encode() + b"\n")
-            lines.seek(self._start)
-            shutil.copyfileobj(lines, out)
-        with _as_file_errors(self.path):
-            self.part.unlink(missing_ok=True)
-            self._time.unlink(missing_ok=True)
-        self._file.close()
-
-
 def read_safetensors(path: str | Path, kind: str, form: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Reads the metadata and the tensors of one of our files, whose metadata must name the format `form`.
 
@@ -233,7 +115,7 @@ def read_safetensors(path: str | Path, kind: str, form: str) -> tuple[dict[str, 
 def check_writable(path: str | Path) -> None:
     """Raises the error that writing to `path` would raise, before long work rather than after it."""
     path = Path(path)
-    with _as_file_errors(path):
+    with as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path if path.is_dir() else path.parent, prefix=PROBE).close()
 
@@ -244,7 +126,7 @@ def refuse_gz(path: str | Path) -> None:
         raise FileError(f"expected a plain output file, found {path}; leave out .gz and compress the file afterwards")
 
 
-def _checked_target(path: str | Path) -> Path:
+def checked_target(path: str | Path) -> Path:
     """The path to write to, with links resolved. A folder, a device or a pipe raises a FileError."""
     path = Path(path)
     if path.is_dir():
@@ -285,7 +167,8 @@ def _move_folder(new: Path, target: Path) -> None:
 
 
 @contextmanager
-def _as_file_errors(path: Path) -> Iterator[None]:
+def as_file_errors(path: Path) -> Iterator[None]:
+    """Turns errors of the system and of safetensors into FileErrors that name the path."""
     try:
         yield
     except (OSError, SafetensorError) as error:

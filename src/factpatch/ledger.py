@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from factpatch import merging
 from factpatch.covariance import Covariance
 from factpatch.deltas import Delta
 from factpatch.editors import EditMethod, Looped, TrainableEditor
@@ -20,7 +20,7 @@ from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, normalize, same
 from factpatch.ledger_store import Event, Fact, Status, Store
 from factpatch.ledger_sums import Totals, add_to_totals, choose_units, grid_rows, solve_rows, solve_totals
-from factpatch.merging import MERGED, MODES, RIDGE, Mode, check_conflicts, edit_key, mean_ridge, merge, unpatched
+from factpatch.merging import Mode, unpatched
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, deltas_from
 from factpatch.scope import Scope, predict_scoped
@@ -55,8 +55,9 @@ class Ledger:
     """Facts in one SQLite file, for one model.
 
     A new ledger needs `others`, a sample of ordinary inputs whose answers should stay as they are, or a `covariance`
-    computed from such a sample. `ridge` is λ; by default the value that the editor has learned, or 1. Without a model,
-    facts can only be listed and removed.
+    computed from such a sample. `ridge` is λ; by default the value that the editor has learned, or 1. `mode` is that of
+    `merge`, by default "unedited". Both are fixed when the ledger is created. Without a model, facts can only be listed
+    and removed.
     """
 
     def __init__(
@@ -67,36 +68,45 @@ class Ledger:
         *,
         covariance: Covariance | None = None,
         ridge: float | None = None,
-        mode: Mode = "unedited",
+        mode: Mode | None = None,
     ):
+        merging.check_settings([] if ridge is None else [ridge], mode or "unedited")
         self._model = model
         self.scope: Scope | None = None
         create = others is not None or covariance is not None
         if create and not Path(path).exists():  # before the file is created, because this may fail
-            covariance = self._prepare(covariance, others, ridge, mode)
+            covariance = self._prepare(covariance, others)
         self.store = Store(path, create)
         try:
             if create and not self.store.get_meta():
-                self._initialise(self._prepare(covariance, others, ridge, mode), ridge, mode)
+                self._initialise(self._prepare(covariance, others), ridge, mode or "unedited")
             self.meta = self.store.get_meta()
-            if not self.meta:
-                raise FileError(f"{path} is a ledger without a model; create it again with factpatch ledger init")
-            if model is not None and self.meta["base"] != model.fingerprint:
-                raise MismatchError(
-                    f"the ledger {path} belongs to weights {self.meta['base'][:12]}, this model has "
-                    f"{model.fingerprint[:12]}; load the model it was made for"
-                )
+            self.settings = self._checked_settings({"ridge": ridge, "mode": mode})
+            self.mode: Mode = self.settings["mode"]
         except BaseException:
             self.store.close()
             raise
 
-    def _prepare(
-        self, covariance: Covariance | None, others: Iterable[str] | None, ridge: float | None, mode: Mode
-    ) -> Covariance:
-        if ridge is not None and not 0 < ridge < float("inf"):
-            raise InputError(f"expected a ridge above 0, found {ridge}")
-        if mode not in MODES:
-            raise InputError(f"expected a mode among {', '.join(MODES)}, found {mode!r}")
+    def _checked_settings(self, wanted: Mapping[str, object]) -> dict[str, Any]:
+        """The settings that the ledger was created with. Raises an error if they, or its model, are not as wanted."""
+        path = self.store.path
+        if not self.meta:
+            raise FileError(f"{path} is a ledger without a model; create it again with factpatch ledger init")
+        if self._model is not None and self.meta["base"] != self._model.fingerprint:
+            raise MismatchError(
+                f"the ledger {path} belongs to weights {self.meta['base'][:12]}, this model has "
+                f"{self._model.fingerprint[:12]}; load the model it was made for"
+            )
+        found = json.loads(self.meta["settings"])
+        for name, value in wanted.items():
+            if value not in (None, found[name]):
+                raise MismatchError(
+                    f"the ledger {path} was created with {name}={found[name]}, not {value}; "
+                    f"leave {name} out, or create another ledger"
+                )
+        return found
+
+    def _prepare(self, covariance: Covariance | None, others: Iterable[str] | None) -> Covariance:
         with unpatched(self.model):
             covariance = covariance or Covariance.compute(self.model, others or ())
             covariance.check_fits(self.model)
@@ -117,7 +127,7 @@ class Ledger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -131,27 +141,22 @@ class Ledger:
 
     @cached_property
     def covariance(self) -> Covariance:
-        known = json.loads(self.meta["settings"])["covariance"]
+        known = self.settings["covariance"]
         moments = self.store.covariance()
         return Covariance(self.meta["base"], known["sample"], known["count"], moments, known["readers"])
 
     @cached_property
     def units(self) -> dict[str, Tensor]:
-        cached = self.store.cached("units")
-        assert cached is not None
-        return cached[1]
-
-    @property
-    def mode(self) -> Mode:
-        return json.loads(self.meta["settings"])["mode"]
+        _, units = self.store.cached("units") or ([], {})
+        return units
 
     def ridge(self, facts: Sequence[Fact]) -> dict[str, float]:
         """λ of each weight: the ledger's setting, else the value learned by these facts' editors, else the default."""
-        given = json.loads(self.meta["settings"])["ridge"]
+        given = self.settings["ridge"]
         known = self.store.get_meta()
         ridges = (json.loads(known.get(f"ridge of {fact.id}", "{}")) for fact in facts)
-        learned = (mean_ridge(ridges) if given is None else None) or {}
-        return {name: learned.get(name, given or RIDGE) for name in self.covariance.readers}
+        learned = (merging.mean_ridge(ridges) if given is None else None) or {}
+        return {name: learned.get(name, given or merging.RIDGE) for name in self.covariance.readers}
 
     # Facts
 
@@ -178,7 +183,7 @@ class Ledger:
         An active fact about the same input is replaced, unless it has the same target. `paraphrases`, by input, are
         recorded for `verify`.
         """
-        check_conflicts(edits)
+        merging.check_conflicts(edits)
         wanted = {normalize(edit.x): edit for edit in edits}
         active = ((normalize(fact.x), fact) for fact in self.facts())
         known = {form: fact for form, fact in active if form in wanted and same(fact.target, wanted[form].a)}
@@ -196,7 +201,7 @@ class Ledger:
                     self.store.set_meta({f"ridge of {ids[-1]}": json.dumps(patch.ridge)})
                 if before is not None:
                     self.store.record(ids[-1], f"replaces fact {before}")
-        return [fact for fact in self.facts(None) if fact.id in ids]
+        return [self.fact(i) for i in sorted(ids)]
 
     def _propose(self, editor: EditMethod, edits: Sequence[FactEdit]) -> list[tuple[Patch, dict[str, Tensor]]]:
         method = Looped(editor) if isinstance(editor, TrainableEditor) else editor
@@ -209,12 +214,9 @@ class Ledger:
                         f"the edit of {patch.edits[0].x!r} to {patch.edits[0].a!r} failed: the patched model says "
                         f"{answer!r}. Nothing was added; try a different wording, or leave this fact out"
                     )
-            return [(patch, self._rows(patch)) for patch in patches]
-
-    def _rows(self, patch: Patch) -> dict[str, Tensor]:
-        if self.mode == "sequence":
-            return {}
-        return grid_rows(self.model, patch, self.covariance, self.units)
+            if self.mode == "sequence":  # solved from the patches themselves
+                return [(patch, {}) for patch in patches]
+            return [(patch, grid_rows(self.model, patch, self.covariance, self.units)) for patch in patches]
 
     def remove(self, fact_id: int) -> None:
         """Removes a fact; its record and history stay. The merged patch is then as if it had never been added."""
@@ -229,18 +231,15 @@ class Ledger:
     def patch(self) -> Patch:
         """One patch that holds all active facts. It is computed once for each set of facts and kept in the file."""
         with self.store.transaction(write=False):
-            facts = sorted(self.facts(), key=lambda fact: edit_key(fact.edit))
+            facts = sorted(self.facts(), key=lambda fact: merging.edit_key(fact.edit))
             ids = sorted(fact.id for fact in facts)
-            methods = {name for method in self.store.methods() for name in method.removesuffix(MERGED).split("+")}
-            cached = self.store.cached("merged")
-            totals: Totals | None = None
-            if cached is not None and cached[0] == ids:
-                deltas = deltas_from(cached[1])
-            else:
-                deltas, totals = self._merge(facts)
-        if cached is None or cached[0] != ids:
-            self._keep(ids, Patch(deltas, self.meta["base"], "", ()), totals)
-        return Patch(deltas, self.meta["base"], "+".join(sorted(methods)) + MERGED, tuple(f.edit for f in facts))
+            method = merging.merged_name(self.store.methods())
+            cached_ids, cached = self.store.cached("merged") or (None, {})
+            deltas, totals = (deltas_from(cached), None) if cached_ids == ids else self._merge(facts)
+        merged = Patch(deltas, self.meta["base"], method, tuple(fact.edit for fact in facts))
+        if cached_ids != ids:
+            self._keep(ids, merged, totals)
+        return merged
 
     @torch.no_grad()
     def _merge(self, facts: Sequence[Fact]) -> tuple[dict[str, Delta], Totals | None]:
@@ -248,8 +247,8 @@ class Ledger:
             return {}, None
         if self.mode == "sequence":
             patches = [self.store.patch(fact, self.meta["base"]) for fact in facts]
-            found = merge(self.model, patches, covariance=self.covariance, ridge=self.ridge(facts), mode=self.mode)
-            return found.deltas, None
+            ridge, mode = self.ridge(facts), self.mode
+            return merging.merge(self.model, patches, covariance=self.covariance, ridge=ridge, mode=mode).deltas, None
         if len(facts) <= FEW:
             rows = [self.store.rows(fact.id) for fact in facts]
             return solve_rows(self.model, rows, self.units, self.covariance, self.ridge(facts)), None
@@ -275,8 +274,7 @@ class Ledger:
             self.store.put_cached("merged", ids, merged.tensors())
             if totals is not None and size <= MOST_CACHED_BYTES:
                 self.store.put_cached("totals", ids, totals)
-            in_totals = self.store.cached_ids("totals")
-            self.store.drop_rows_of_others([*ids, *in_totals])
+            self.store.drop_rows_of_others([*ids, *self.store.cached_ids("totals")])
 
     def predict_scoped(self, inputs: Sequence[str]) -> list[str]:
         """Answers each input under the patch of the fact that it is about, or with the unedited model.

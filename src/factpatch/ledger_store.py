@@ -1,4 +1,4 @@
-"""The ledger's file: one SQLite database that survives crashes and serves several processes at once."""
+"""The ledger's file: one SQLite database that survives crashes and can be used by several processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -158,19 +158,18 @@ class Store:
 
     def facts(self, status: Status | None = "active") -> list[Fact]:
         """Facts in the order in which they were added."""
-        with self.readable():
-            found = self.db.execute(
-                "SELECT id, x, before, target, paraphrases, note, added, status FROM facts"
-                " WHERE ? IS NULL OR status = ? ORDER BY id",
-                (status, status),
-            ).fetchall()
-        return [_fact(row) for row in found]
+        return self._facts_where("? IS NULL OR status = ?", status, status)
 
     def fact(self, fact_id: int) -> Fact:
-        for fact in self.facts(None):
-            if fact.id == fact_id:
-                return fact
+        if found := self._facts_where("id = ?", fact_id):
+            return found[0]
         raise InputError(f"there is no fact {fact_id} in {self.path}; see factpatch ledger list")
+
+    def _facts_where(self, condition: str, *values: object) -> list[Fact]:
+        columns = "id, x, before, target, paraphrases, note, added, status"
+        with self.readable():
+            rows = self.db.execute(f"SELECT {columns} FROM facts WHERE {condition} ORDER BY id", values).fetchall()
+        return [Fact(*row[:4], tuple(json.loads(row[4])), *row[5:]) for row in rows]
 
     def active_ids(self) -> list[int]:
         return [i for (i,) in self.db.execute("SELECT id FROM facts WHERE status = 'active' ORDER BY id")]
@@ -259,11 +258,6 @@ def pack(tensors: Mapping[str, Tensor]) -> bytes:
     """Serialises tensors: a checksum, followed by safetensors."""
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     return hashlib.sha256(content).digest() + content
-
-
-def _fact(row: tuple[Any, ...]) -> Fact:
-    number, x, before, target, paraphrases, note, added, status = row
-    return Fact(number, x, before, target, tuple(json.loads(paraphrases)), note, added, status)
 
 
 def _now() -> str:

@@ -23,7 +23,7 @@ from factpatch.solving import Problem, Sums, out_by_in, solve_weights
 
 KEY_STEPS, VALUE_STEPS = 2.0**16, 2.0**17  # units in the root mean square of an input, or of an output
 EXACT = 2.0**53  # float64 represents all whole numbers up to this one
-FACTS_AT_ONCE = 32  # facts whose rows are in memory together
+FACTS_PER_BATCH = 32  # facts whose rows are in memory together
 
 Rows = dict[str, Tensor]  # "K:key" (tokens, in) and "V:weight" (tokens, out), in whole units
 Units = Mapping[str, Tensor]  # the same keys: the size of a unit, a power of two
@@ -71,7 +71,7 @@ def _whole(rows: Tensor) -> Tensor:
 def add_to_totals(totals: Totals, facts: Iterable[Rows], readers: Mapping[str, str], sign: int) -> None:
     """Adds the facts' products to the totals, or subtracts them if `sign` is -1."""
     remaining = iter(facts)
-    while part := list(islice(remaining, FACTS_AT_ONCE)):
+    while part := list(islice(remaining, FACTS_PER_BATCH)):
         for name in dict.fromkeys(name for rows in part for name in rows):
             own = [rows for rows in part if name in rows]
             key = name if name.startswith("K:") else f"K:{readers[name.removeprefix('V:')]}"

@@ -54,10 +54,9 @@ def merge(
     "sequence" they are solved one layer after another, each from its inputs in the model as merged so far. That takes
     two forward passes per layer, and retains more facts if the editor was not trained for merging.
     """
-    if mode not in MODES:
-        raise InputError(f"expected a mode among {', '.join(MODES)}, found {mode!r}")
     check_mergeable(model, patches)
     ridges = _ridges(model, mean_ridge(patch.ridge for patch in patches) if ridge is None else ridge)
+    check_settings(ridges.values(), mode)
     with unpatched(model):
         if covariance is None:
             covariance = Covariance.compute(model, others or ())
@@ -66,8 +65,12 @@ def merge(
         found = solve_in_sequence(problem) if mode == "sequence" else solve_independently(problem)
     deltas = {name: found[name] for name in model.layers if name in found}
     edits = sorted({edit for patch in patches for edit in patch.edits}, key=edit_key)
-    methods = sorted({name for patch in patches for name in patch.method.removesuffix(MERGED).split("+")})
-    return Patch(deltas, model.fingerprint, "+".join(methods) + MERGED, tuple(edits))
+    return Patch(deltas, model.fingerprint, merged_name(patch.method for patch in patches), tuple(edits))
+
+
+def merged_name(methods: Iterable[str]) -> str:
+    """The method name of a merged patch, such as "finetune+hyper, merged"."""
+    return "+".join(sorted({name for method in methods for name in method.removesuffix(MERGED).split("+")})) + MERGED
 
 
 def mean_ridge(ridges: Iterable[Mapping[str, float]]) -> dict[str, float] | None:
@@ -78,6 +81,15 @@ def mean_ridge(ridges: Iterable[Mapping[str, float]]) -> dict[str, float] | None
     names = dict.fromkeys(name for ridge in found for name in ridge)
     logs = {name: [math.log(ridge[name]) for ridge in found if name in ridge] for name in names}
     return {name: math.exp(sum(values) / len(values)) for name, values in logs.items()}
+
+
+def check_settings(ridges: Iterable[float], mode: str) -> None:
+    """Raises an InputError for a ridge or a mode that no merge can have."""
+    for ridge in ridges:
+        if not 0 < ridge < float("inf"):
+            raise InputError(f"expected a ridge above 0, found {ridge}; values between 0.01 and 1 are usual")
+    if mode not in MODES:
+        raise InputError(f"expected a mode among {', '.join(MODES)}, found {mode!r}")
 
 
 def check_mergeable(model: TaskModel, patches: Sequence[Patch]) -> None:
@@ -124,11 +136,8 @@ def edit_key(edit: FactEdit) -> str:
 
 def _ridges(model: TaskModel, ridge: float | Mapping[str, float] | None) -> dict[str, float]:
     given = ridge if isinstance(ridge, Mapping) else dict.fromkeys(model.layers, RIDGE if ridge is None else ridge)
-    for name, value in given.items():
-        if name not in model.layers:
-            raise InputError(f"the ridge names {name}, which is not an editable weight of this model")
-        if not 0 < value < float("inf"):
-            raise InputError(f"expected a ridge above 0, found {value}; values between 0.01 and 1 are usual")
+    if unknown := next((name for name in given if name not in model.layers), None):
+        raise InputError(f"the ridge names {unknown}, which is not an editable weight of this model")
     return {name: float(given.get(name, RIDGE)) for name in model.layers}
 
 

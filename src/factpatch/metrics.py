@@ -254,7 +254,7 @@ def intervals(outcomes: Sequence[Outcome], group_size: int = 1) -> dict[str, tup
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Returns Wilson's 95 % interval of a share of `count` trials; unlike the bootstrap's, it has width at 0 and 1."""
+    """Returns Wilson's 95 % interval of a share of `count` trials. Unlike a bootstrap's, it has a width at 0 and 1."""
     middle, spread = share + z**2 / (2 * count), z * (share * (1 - share) / count + z**2 / (4 * count**2)) ** 0.5
     low, high = ((middle + side * spread) / (1 + z**2 / count) for side in (-1, 1))
     return max(low, 0.0), min(high, 1.0)

@@ -9,10 +9,8 @@ import time
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from factpatch.bench.shapes import ANSWER_TOKENS
+from factpatch.bench.shapes import ANSWER_TOKENS, WORDS
 from factpatch.covariance import Covariance
 from factpatch.deltas import Delta, LowRank
 from factpatch.facts import FactEdit
@@ -20,14 +18,12 @@ from factpatch.merging import Mode, merge
 from factpatch.models import Classifier, TaskModel
 from factpatch.patch import Patch, weight_shape
 
-WORDS = [f"w{i}" for i in range(1000)]
 DIFFERENT = 8  # sets of random factors; the patches share them, so that they do not fill the memory
 OTHERS = 256  # number of texts that the covariance is computed from
 
 
 def bench_merge(model: TaskModel, facts: int, tokens: int, mode: Mode) -> dict[str, Any]:
     """Times the covariance of 256 texts, and merging `facts` patches of `tokens` tokens and rank tokens + 1 each."""
-    model.tokenizer = _word_tokenizer()
     rng = random.Random(0)
     texts = [_text(rng, tokens) for _ in range(facts + OTHERS)]
     start = time.perf_counter()
@@ -36,10 +32,9 @@ def bench_merge(model: TaskModel, facts: int, tokens: int, mode: Mode) -> dict[s
     covariance = Covariance.compute(model, others, answers)
     measured = time.perf_counter()
     factors = [_random_factors(model, tokens + 1) for _ in range(min(DIFFERENT, facts))]
-    patches = [
-        Patch(factors[i % len(factors)], model.fingerprint, "random", (FactEdit(text, _target(model, rng)),))
-        for i, text in enumerate(texts[:facts])
-    ]
+    targets = model.labels if isinstance(model, Classifier) else [_text(rng, ANSWER_TOKENS) for _ in range(facts)]
+    edits = [FactEdit(text, rng.choice(targets)) for text in texts[:facts]]
+    patches = [Patch(factors[i % len(factors)], model.fingerprint, "random", (edit,)) for i, edit in enumerate(edits)]
     begun = time.perf_counter()
     merged = merge(model, patches, covariance=covariance, mode=mode)
     if model.device.type == "cuda":
@@ -57,19 +52,8 @@ def bench_merge(model: TaskModel, facts: int, tokens: int, mode: Mode) -> dict[s
     }
 
 
-def _word_tokenizer() -> PreTrainedTokenizerFast:
-    """Makes a tokenizer with one token per word, so that the length of texts is known."""
-    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<pad>", *WORDS])}, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment] (stubs lack the setter)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
-
-
 def _text(rng: random.Random, tokens: int) -> str:
     return " ".join(rng.choices(WORDS, k=tokens))
-
-
-def _target(model: TaskModel, rng: random.Random) -> str:
-    return rng.choice(model.labels) if isinstance(model, Classifier) else _text(rng, ANSWER_TOKENS)
 
 
 def _random_factors(model: TaskModel, rank: int) -> dict[str, Delta]:

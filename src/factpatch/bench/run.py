@@ -14,7 +14,7 @@ import torch
 
 from factpatch.backends import no_cudnn_attention, tensor_core_products
 from factpatch.bench.shapes import kept_features, random_edits, random_rows, random_step
-from factpatch.bench.ways import forward_and_back, frozen_alone, propose_and_run, published_step, published_way
+from factpatch.bench.ways import forward_and_back, frozen_alone, propose_and_run, published_edit, published_step
 from factpatch.deltas import Delta
 from factpatch.editors.hypernetwork import HyperNetwork
 from factpatch.engine import edited
@@ -47,7 +47,7 @@ def bench_edit(
     ways: dict[str, Callable[[], object]] = {
         "batch": lambda: propose_and_run(editor, model, many, many_rows),
         "one": lambda: propose_and_run(editor, model, one, one_rows),
-        "reference": lambda: published_way(editor, model, one, one_rows),
+        "reference": lambda: published_edit(editor, model, one, one_rows),
         "limit": lambda: frozen_alone(model, many, many_rows),
     }
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if model.device.type == "cpu" else None  # glibc has it

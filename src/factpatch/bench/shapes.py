@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     BartConfig,
@@ -23,6 +23,7 @@ from factpatch.errors import InputError
 from factpatch.models import Classifier, Rows, Seq2Seq, TaskModel
 from factpatch.training.batcher import ControlTargets, StepBatch, Targets
 
+WORDS = [f"w{i}" for i in range(1000)]
 ANSWER_TOKENS = 8  # length of the answers of an encoder-decoder
 
 
@@ -47,10 +48,10 @@ def _stacks(**sizes: int) -> dict[str, int]:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Makes a placeholder: a task model needs a tokenizer, but benchmarks draw token ids at random."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>")), pad_token="<pad>"
-    )
+    """Makes a tokenizer with one token per word, so that the length of texts is known."""
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<pad>", *WORDS])}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment] (stubs lack the setter)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
 
 
 SHAPES: dict[str, Callable[[], TaskModel]] = {
@@ -95,8 +96,8 @@ def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBat
     labels = batch.labels
     assert labels is not None
     answer = labels[0].numel()
-    places = torch.arange(edits * rows * answer, device=model.device).view(edits, rows, answer)
-    edit, keep = places[:, :2].flatten(), places[:, 2:].flatten()
+    positions = torch.arange(edits * rows * answer, device=model.device).view(edits, rows, answer)
+    edit, keep = positions[:, :2].flatten(), positions[:, 2:].flatten()
 
     def weights(chosen: Tensor) -> Tensor:
         return torch.full((len(chosen),), 1 / len(chosen), device=model.device)

@@ -24,7 +24,7 @@ def propose_and_run(editor: HyperNetwork, model: TaskModel, batch: EditBatch, ro
         return model.logits(rows)
 
 
-def published_way(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
+def published_edit(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
     """Makes one edit as the published code of KnowledgeEditor (De Cao et al., 2021) does, and runs rows with it.
 
     It computes the gradients of all parameters, runs one network per weight, makes a dense update of every edited
@@ -58,11 +58,11 @@ def published_step(
     editor: HyperNetwork, model: TaskModel, batch: StepBatch, kept: Tensor, optimizer: torch.optim.Optimizer
 ) -> None:
     """Runs one training step of the published code, from gradients to optimizer: one edit, with dense updates."""
-    logits = published_way(editor, model, batch.edit_batch, batch.rows).float().flatten(0, -2)
+    logits = published_edit(editor, model, batch.edit_batch, batch.rows).float().flatten(0, -2)
     loss = F.cross_entropy(logits[batch.edit_targets.positions], batch.edit_targets.labels)
-    moved = kl(model.scores(kept), logits[batch.control_targets.positions]).mean()
+    divergence = kl(model.scores(kept), logits[batch.control_targets.positions]).mean()
     optimizer.zero_grad()
-    (loss + moved).backward()
+    (loss + divergence).backward()
     optimizer.step()
 
 

@@ -58,7 +58,7 @@ def edit(
     steady, given_back = result, result["memory_given_back"]
     table = Table("", "ms per edit", "edits/s", "speedup", *(["edits/s, memory\ngiven back"] if given_back else []))
     for name, key in (
-        (f"{edits} edits at once", "edits_per_second"),
+        (f"{edits} edits in one batch", "edits_per_second"),
         ("one edit", "one_edit_per_second"),
         ("published implementation", "reference_edits_per_second"),
         ("frozen model alone", "limit_edits_per_second"),
@@ -129,7 +129,7 @@ def evaluate(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Time a batch of rows under many patches at once, and the same rows in the unedited model.
+    """Time a batch of rows under many patches, and the same rows in the unedited model.
 
     Takes about two minutes on two cores.
 

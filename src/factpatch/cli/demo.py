@@ -15,7 +15,7 @@ from factpatch.cli import common
 from factpatch.cli.common import MAX_UPDATES, Device, Json, Seed
 
 SHOWN = 30  # rows of the table; the JSON result has all
-WORDS = {"ok": 3, "other\nwording": 7, "others\nkept": 6}  # the narrow columns of the table and their widths
+NARROW = {"ok": 3, "other\nwording": 7, "others\nkept": 6}  # the narrow columns of the table and their widths
 
 
 def demo(
@@ -35,7 +35,7 @@ def demo(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Patch the embedded model with what has changed since 2018, fact by fact and all at once, and measure the results.
+    """Patch the embedded model with what has changed since 2018, one by one and all together, and measure the results.
 
     The whole demonstration takes about 25 seconds on two cores.
 
@@ -62,7 +62,7 @@ def demo(
     with common.progress_bar("patching", len(revisions)) as advance:
         result = world_demo.demonstrate(model, editor, revisions, seed, advance)
     if not fact:
-        with common.working("all facts at once"):
+        with common.working("all facts together"):
             result["together"] = world_demo.demonstrate_together(model, trained, revisions, seed)
     result |= {"known_question": known, "load_seconds": loaded - imported, "seconds": time.perf_counter() - start}
     if as_json:
@@ -77,9 +77,9 @@ def demo(
 def _show_table(result: dict[str, Any], own: bool) -> None:
     """Prints one line per edit; what does not fit into the terminal's width is shortened, not wrapped."""
     title = "Your fact" if own else "What has changed since 1 January 2018, one patch per fact"
-    room = common.stdout.width - sum(WORDS.values()) - len(WORDS) - 3  # one space between columns
+    room = common.stdout.width - sum(NARROW.values()) - len(NARROW) - 3  # one space between columns
     answer = room * 2 // 9
-    widths = {"question": room - 3 * answer, "before": answer, "wanted": answer, "now": answer, **WORDS}
+    widths = {"question": room - 3 * answer, "before": answer, "wanted": answer, "now": answer, **NARROW}
     columns = [Column(name, width=width, no_wrap=True, overflow="ellipsis") for name, width in widths.items()]
     table = Table(*columns, title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=0, title_justify="left")
     for change in result["changes"][:SHOWN]:

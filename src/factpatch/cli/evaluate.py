@@ -10,21 +10,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from factpatch.cli.common import (
-    MAX_UPDATES,
-    Device,
-    Json,
-    Model,
-    Seed,
-    SkipBad,
-    is_main_process,
-    prepare,
-    print_json,
-    progress_bar,
-    stdout,
-    warn,
-    working,
-)
+from factpatch.cli import common
+from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad
 from factpatch.errors import InputError
 from factpatch.files import check_writable
 
@@ -65,7 +52,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="Maximum updates per edit. Default: 5 with --loop, otherwise 1.")
     ] = None,
     together: Annotated[
-        str | None, typer.Option(help="Also measure N facts edited at once, for each N of a list such as 1,16,64.")
+        str | None, typer.Option(help="Also measure N facts edited together, for each N of a list such as 1,16,64.")
     ] = None,
     merge: Annotated[
         str,
@@ -106,7 +93,7 @@ def evaluate(
     if scope and merge != "scope":
         raise typer.BadParameter("--scope is only used by --merge scope")
     check_writable(output)
-    with working("loading"):
+    with common.working("loading"):
         from factpatch.data.holdout import hash_shuffled
         from factpatch.data.revisions import load_revisions
         from factpatch.device import find_device
@@ -115,15 +102,15 @@ def evaluate(
         from factpatch.models import load_model
         from factpatch.processes import join_processes
 
-        prepare(seed)
+        common.prepare(seed)
         joint = Together(sizes, merge, scope=scope) if sizes else None
         join_processes(find_device(device))  # before the model is loaded: each process has a GPU of its own
         task_model = load_model(model, device)
         bad: list[str] = []
         on_bad = bad.append if skip_bad else None
-        revisions = load_revisions(data, task_model, on_bad, warn)
-        to_choose_on = load_revisions(valid, task_model, on_bad, warn) if valid else None
-        fitted_to = load_revisions(others, task_model, on_bad, warn) if others else None
+        revisions = load_revisions(data, task_model, on_bad, common.warn)
+        to_choose_on = load_revisions(valid, task_model, on_bad, common.warn) if valid else None
+        fitted_to = load_revisions(others, task_model, on_bad, common.warn) if others else None
     with precise(task_model, precision, baseline=editor is None):
         sample, controls = sampled(task_model, revisions, edits, retain, seed)
         if joint:
@@ -140,12 +127,12 @@ def evaluate(
             chosen = _method(task_model, method, editor, layers, bound, updates)
         settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed}
         settings |= {"others": others, "scope": scope} if joint else {}
-        with progress_bar("editing", total) as advance:
+        with common.progress_bar("editing", total) as advance:
             result = run(chosen, task_model, sample, controls, output, settings, advance, joint, tried)
-    if not is_main_process() or result is None:
+    if not common.is_main_process() or result is None:
         return
     if as_json:
-        print_json({**result.to_dict(), "bad": len(bad)})
+        common.print_json({**result.to_dict(), "bad": len(bad)})
     else:
         _show(result, output, len(bad))
 
@@ -242,7 +229,7 @@ def _selected(
     edits = editable(model, others)
     if len(others) < 2 or not edits:
         raise InputError("no revisions are left for --select: all are edited; lower --edits, or give --valid")
-    with progress_bar("choosing", count_choices(model, layers, bounded)) as advance:
+    with common.progress_bar("choosing", count_choices(model, layers, bounded)) as advance:
         return select(model, layers, bounded, edits, others, advance)
 
 
@@ -255,11 +242,13 @@ def _show(result: Result, output: Path, bad: int) -> None:
             continue
         interval = ", ".join(map(metric.show, result.intervals[key])) if key in result.intervals else ""
         table.add_row(metric.label, f"{metric.show(value)} {metric.unit}".strip(), interval, metric.meaning)
-    stdout.print(table)
+    common.stdout.print(table)
     for point in result.curve:
         shares = ((METRICS[key], point.result.metrics[key]) for key in ("success", "retain", "equivalence"))
         shown = ", ".join(f"{m.label.lower()} {m.show(value)} {m.unit}" for m, value in shares if value is not None)
-        stdout.print(f"{point.facts:,} facts together ({point.groups} groups): {shown}", soft_wrap=True)
+        common.stdout.print(f"{point.facts:,} facts together ({point.groups} groups): {shown}", soft_wrap=True)
     skipped = f", {bad:,} bad lines skipped" if bad else ""
-    rate = f"{result.edits / result.seconds:.3g} per second" if result.seconds else "in no time"
-    stdout.print(f"{result.edits:,} edits on {result.retain_inputs:,} control inputs, {rate}{skipped}", soft_wrap=True)
+    rate = f", {result.edits / result.seconds:.3g} per second" if result.seconds else ""
+    common.stdout.print(
+        f"{result.edits:,} edits on {result.retain_inputs:,} control inputs{rate}{skipped}", soft_wrap=True
+    )

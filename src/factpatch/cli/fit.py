@@ -7,19 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from factpatch.cli.common import (
-    Device,
-    Json,
-    Model,
-    Seed,
-    SkipBad,
-    announce,
-    is_main_process,
-    prepare,
-    print_json,
-    show_counts,
-    status_bar,
-)
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Model, Seed, SkipBad
 
 
 def fit(
@@ -74,7 +63,7 @@ def fit(
         raise typer.BadParameter("with --valid, no facts are held out of --train", param_hint="--holdout")
     if steps and minutes:
         raise typer.BadParameter("give --steps or --minutes, not both", param_hint="--minutes")
-    prepare(seed)
+    common.prepare(seed)
     sizes = {key: value for key, value in (("batch", batch), ("epochs", epochs)) if value is not None}
     if find_device(device).type == "cpu":
         sizes = {**CPU_DEFAULTS, **sizes}
@@ -92,14 +81,14 @@ def fit(
         **sizes,
     )
     run = Fit(settings, model, output, resume, device)
-    announce(f"reading {train} and loading {model}")
-    with status_bar("fine-tuning") as update:
+    common.announce(f"reading {train} and loading {model}")
+    with common.status_bar("fine-tuning") as update:
 
         def watch(status: Status) -> None:
             score = "" if status.score is None else f"held-out {status.score:.3f}"
             update(status.share, f"step {status.step}  loss {status.loss:.3f}  {score}")
 
         result = run.run(train, dev, skip_bad, watch, valid)
-    if not is_main_process():
+    if not common.is_main_process():
         return
-    print_json(result) if as_json else show_counts(result, output)
+    common.print_json(result) if as_json else common.show_counts(result, output)

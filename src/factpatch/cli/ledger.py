@@ -18,6 +18,7 @@ from factpatch.facts import FactEdit, read_edits
 from factpatch.files import check_writable
 
 if TYPE_CHECKING:
+    from factpatch.ledger import Ledger
     from factpatch.ledger_store import Fact
 
 app = typer.Typer(help="Record facts over time and merge them into one patch.", no_args_is_help=True)
@@ -97,14 +98,12 @@ def add(
 
 
 @app.command()
-def remove(ledger: LedgerFile, fact: FactId, as_json: Json = False) -> None:
+def remove(ledger: LedgerFile, fact: FactId, device: Device = None, seed: Seed = 0, as_json: Json = False) -> None:
     """Remove a fact. Its history stays, but the merged patch is as if it had never been added.
 
     Example: factpatch ledger remove --ledger facts.db 3
     """
-    from factpatch.ledger import Ledger
-
-    with Ledger(ledger) as opened:
+    with _opened(ledger, device) as opened:
         opened.remove(fact)
         _print_facts([opened.fact(fact)], as_json)
 
@@ -115,27 +114,25 @@ def list_facts(
     status: Annotated[
         Literal["active", "removed", "replaced", "all"], typer.Option(help="Which facts to list.")
     ] = "active",
+    device: Device = None,
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """List the facts.
 
     Example: factpatch ledger list --ledger facts.db
     """
-    from factpatch.ledger import Ledger
-
-    with Ledger(ledger) as opened:
+    with _opened(ledger, device) as opened:
         _print_facts(opened.facts(None if status == "all" else status), as_json)
 
 
 @app.command()
-def show(ledger: LedgerFile, fact: FactId, as_json: Json = False) -> None:
+def show(ledger: LedgerFile, fact: FactId, device: Device = None, seed: Seed = 0, as_json: Json = False) -> None:
     """Show everything that is recorded about a fact.
 
     Example: factpatch ledger show --ledger facts.db 3
     """
-    from factpatch.ledger import Ledger
-
-    with Ledger(ledger) as opened:
+    with _opened(ledger, device) as opened:
         found, history = opened.fact(fact), opened.history(fact)
     if as_json:
         common.print_json({**asdict(found), "history": [asdict(event) for event in history]})
@@ -223,6 +220,15 @@ def apply(
     """
     common.refuse_used_folder(output, "--output")
     _write(ledger, model, output, device, seed, as_json, folder=True)
+
+
+def _opened(ledger: Path, device: str | None) -> Ledger:
+    """Opens a ledger without its model. The device is not needed, but a wrong one is refused as everywhere."""
+    from factpatch.device import find_device
+    from factpatch.ledger import Ledger
+
+    find_device(device)
+    return Ledger(ledger)
 
 
 def _write(ledger: Path, model: str, output: Path, device: str | None, seed: int, as_json: bool, folder: bool) -> None:

@@ -40,7 +40,7 @@ Ridge = Annotated[
 Mode = Annotated[
     Literal["unedited", "sequence"],
     typer.Option(
-        help="unedited: solve for all weights at once. sequence: solve layer by layer, which is slower but keeps more "
+        help="unedited: solve for each weight alone. sequence: solve layer by layer, which is slower but keeps more "
         "facts if the editor was not trained for merging."
     ),
 ]

@@ -8,19 +8,8 @@ from typing import Annotated
 
 import typer
 
-from factpatch.cli.common import (
-    Data,
-    Device,
-    Json,
-    Precision,
-    Seed,
-    SkipBad,
-    prepare,
-    print_json,
-    progress_bar,
-    show_counts,
-    working,
-)
+from factpatch.cli import common
+from factpatch.cli.common import Data, Device, Json, Precision, Seed, SkipBad
 
 
 def paraphrase(
@@ -47,19 +36,19 @@ def paraphrase(
     Example: factpatch paraphrase --data facts.jsonl --output out.jsonl --forward opus-mt-en-de --backward opus-mt-de-en
     """
     start = time.perf_counter()
-    with working("loading"):
+    with common.working("loading"):
         from factpatch.data.paraphrase import RoundTrip
         from factpatch.data.paraphrase import paraphrase as write_paraphrases
-        from factpatch.data.records import count_records, explain_counts, refuse_overwriting
+        from factpatch.data.records import count_records, refuse_overwriting
         from factpatch.device import find_dtype
         from factpatch.models import load_model
 
-        prepare(seed)
+        common.prepare(seed)
         refuse_overwriting(output, data)
         total = count_records(data, skip_bad)
         dtype = find_dtype(precision, device)
         round_trip = RoundTrip(load_model(forward, device, dtype), load_model(backward, device, dtype))
-    with progress_bar("translating", total) as advance:
+    with common.progress_bar("translating", total) as advance:
         result = write_paraphrases(round_trip, data, output, skip_bad, advance)
     result["seconds"] = time.perf_counter() - start
-    print_json(result) if as_json else show_counts(explain_counts(result), output)
+    common.print_json(result) if as_json else common.show_counts(result, output)

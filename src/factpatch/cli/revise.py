@@ -8,21 +8,8 @@ from typing import Annotated
 
 import typer
 
-from factpatch.cli.common import (
-    Data,
-    Device,
-    Json,
-    Model,
-    Precision,
-    Seed,
-    SkipBad,
-    load,
-    prepare,
-    print_json,
-    progress_bar,
-    show_counts,
-    working,
-)
+from factpatch.cli import common
+from factpatch.cli.common import Data, Device, Json, Model, Precision, Seed, SkipBad
 
 
 def revise(
@@ -49,16 +36,16 @@ def revise(
     Example: factpatch revise --model runs/fever --data fever/dev.jsonl --output runs/fever-dev.jsonl
     """
     start = time.perf_counter()
-    with working("loading"):
-        from factpatch.data.records import count_records, explain_counts, refuse_overwriting
+    with common.working("loading"):
+        from factpatch.data.records import count_records, refuse_overwriting
         from factpatch.data.revise import revise as write_revisions
         from factpatch.device import find_dtype
 
-        prepare(seed)
+        common.prepare(seed)
         refuse_overwriting(output, data)
         total = count_records(data, skip_bad)
-        task_model = load(model, device, find_dtype(precision, device))
-    with progress_bar("revising", total) as advance:
+        task_model = common.load(model, device, find_dtype(precision, device))
+    with common.progress_bar("revising", total) as advance:
         result = write_revisions(task_model, data, output, skip_bad, advance)
     result["seconds"] = time.perf_counter() - start
-    print_json(result) if as_json else show_counts(explain_counts(result), output)
+    common.print_json(result) if as_json else common.show_counts(result, output)

@@ -37,7 +37,7 @@ def split(
     """
     start = time.perf_counter()
     from factpatch.data.formats import Record
-    from factpatch.data.records import Counts, explain_counts, read_records, refuse_overwriting
+    from factpatch.data.records import Counts, read_records, refuse_overwriting
     from factpatch.data.split import split_facts, write_split
     from factpatch.device import find_device
 
@@ -63,4 +63,4 @@ def split(
         **parts.counts(),
         "seconds": time.perf_counter() - start,
     }
-    print_json(result) if as_json else show_counts(explain_counts(result), f"{train} and {dev}")
+    print_json(result) if as_json else show_counts(result, f"{train} and {dev}")

@@ -10,19 +10,8 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from factpatch.cli.common import (
-    Device,
-    Json,
-    Model,
-    SkipBad,
-    announce,
-    is_main_process,
-    prepare,
-    print_json,
-    show_counts,
-    stderr,
-    warn,
-)
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Model, SkipBad
 
 if TYPE_CHECKING:
     from factpatch.training.train import Status
@@ -70,8 +59,8 @@ def train(
 
     if steps and minutes:
         raise typer.BadParameter("give --steps or --minutes, not both", param_hint="--minutes")
-    prepare(seed or 0)
-    announce(f"loading {model}")
+    common.prepare(seed or 0)
+    common.announce(f"loading {model}")
     join_processes(find_device(device))  # before the model is loaded: each process has a GPU of its own
     task_model = load_model(model, device)
     default = "fc" if isinstance(task_model, Classifier) else "qa"
@@ -80,15 +69,16 @@ def train(
     preset, path = (config, None) if config in PRESETS else (default, config)
     overrides = {"steps": steps, "minutes": minutes, "seed": seed}
     run = Train(resolve_config(preset, path, setting or [], overrides), task_model, output, resume, init)
-    announce(f"reading {train}")
+    common.announce(f"reading {train}")
     with _LiveTable() as table:
-        result = run.run(train, valid, skip_bad, table.show, warn, table.show_stage)
-    if not is_main_process():
+        result = run.run(train, valid, skip_bad, table.show, common.warn, table.show_stage)
+    if not common.is_main_process():
         return
-    print_json(result) if as_json else show_counts({k: v for k, v in result.items() if k != "trained"}, output)
+    shown = {key: value for key, value in result.items() if key != "trained"}
+    common.print_json(result) if as_json else common.show_counts(shown, output)
     if not result["trained"]:
         best = max(record["success"] for record in run.metrics)
-        warn(
+        common.warn(
             f"This editor is not trained yet: {result['steps']:,} steps, and at best {best:.0%} of the validation "
             "edits succeeded. Train it for longer, with more --minutes or --steps, or on a GPU."
         )
@@ -98,8 +88,8 @@ class _LiveTable(Live):
     """Shows the values of a run as they change. In a log, writes one line per validation."""
 
     def __init__(self) -> None:
-        super().__init__(console=stderr, transient=True, auto_refresh=False)
-        self.visible = is_main_process() and stderr.is_terminal
+        super().__init__(console=common.stderr, transient=True, auto_refresh=False)
+        self.visible = common.is_main_process() and common.stderr.is_terminal
         self.logged = 0  # step of the last validation in the log
         self.stage = ""  # the last stage in the log
 
@@ -107,16 +97,16 @@ class _LiveTable(Live):
         """Shows the progress of a stage besides training."""
         if self.visible:
             self.update(f"{stage}, {share:.0%}", refresh=True)
-        elif stage != self.stage and stage != "validating" and not stderr.is_terminal:
-            warn(stage)
+        elif stage != self.stage and stage != "validating" and not common.stderr.is_terminal:
+            common.warn(stage)
         self.stage = stage
 
     def show(self, status: Status) -> None:
         if self.visible:
             self.update(_table(status), refresh=True)
-        elif (step := status.validation.get("step", 0)) > self.logged and not stderr.is_terminal:
+        elif (step := status.validation.get("step", 0)) > self.logged and not common.stderr.is_terminal:
             self.logged = step
-            warn(f"step {step:,}, {status.share:.0%}: " + "; ".join(" ".join(pair) for pair in _figures(status)))
+            common.warn(f"step {step:,}, {status.share:.0%}: " + "; ".join(" ".join(pair) for pair in _figures(status)))
 
 
 def _table(status: Status) -> Table:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from factpatch.data.formats import Record
 from factpatch.data.records import Counts, read_records
-from factpatch.files import ResumableLines
+from factpatch.resumable import ResumableLines
 
 T = TypeVar("T")
 
@@ -76,5 +76,5 @@ def _computed_ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 def _chunk_end(start: int, largest: int) -> int:
-    """Returns where the chunk that begins at `start` ends. Sizes double from `FIRST`, so progress shows at once."""
+    """Returns where the chunk that begins at `start` ends. Sizes double from `FIRST`, so progress shows early."""
     return start + min(start + FIRST, largest)

@@ -42,12 +42,6 @@ class Counts:
         return self.kept + self.left_out + self.bad
 
 
-def explain_counts(result: dict[str, Any]) -> dict[str, Any]:
-    """Returns a command's counts under names that say what `left_out` and `bad` mean, for its table."""
-    names = {"left_out": "left out (labelled NOT ENOUGH INFO)", "bad": "bad (cannot be used, skipped)"}
-    return {names.get(key, key): value for key, value in result.items()}
-
-
 def read_records(
     source: str | Path,
     counts: Counts | None = None,

@@ -88,7 +88,11 @@ def _read(
     on_bad: Callable[[str], object] | None,
     check_unknown: Callable[[Revision], object] = lambda revision: None,
 ) -> Iterator[Provenance | Revision]:
-    """Streams all records; checks that they have one provenance or, without any, each revision."""
+    """Streams all records of a file, or of the embedded model's if the path is "world".
+
+    All provenance records must be equal. Without any, `check_unknown` is called with each revision.
+    """
+    source = world.REVISIONS if path == "world" else path
     first: Provenance | Revision | None = None
 
     def parse(raw: dict[str, Any]) -> Provenance | Revision:
@@ -97,7 +101,7 @@ def _read(
             check_unknown(record)
         return record
 
-    for record in read_jsonl(_file(path), parse, on_bad):
+    for record in read_jsonl(source, parse, on_bad):
         first = first or record
         if isinstance(record, Provenance) and record != first:
             raise MismatchError(
@@ -105,11 +109,6 @@ def _read(
                 "precisions; use a separate file for each"
             )
         yield record
-
-
-def _file(path: str | Path) -> str | Path:
-    """Returns the path to read: "world" stands for the embedded model's file."""
-    return world.REVISIONS if path == "world" else path
 
 
 def _parse_provenance(raw: dict[str, Any], path: str | Path) -> Provenance | None:

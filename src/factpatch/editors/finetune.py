@@ -20,7 +20,7 @@ from factpatch.patch import Patch, weight_shape
 
 BOUNDS = (1e-3, 5e-4, 1e-4, 5e-5, 1e-5)  # bounds that De Cao et al. (2021) tried for Zhu et al.
 MEMORY = {"cpu": 2 << 30, "cuda": 24 << 30}  # bytes for the tensors of all edits in a batch
-MOST_AT_ONCE = 32
+MAX_EDITS_PER_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FineTune(EditMethod):
     def at_once(self, model: TaskModel) -> int:
         # Four tensors of four bytes per value: the change, its gradient, RMSprop's mean square and a copy.
         values = sum(out * in_ for out, in_ in map(weight_shape, chosen_layers(model, self.layers).values()))
-        return max(1, min(MOST_AT_ONCE, MEMORY.get(model.device.type, MEMORY["cpu"]) // (16 * values)))
+        return max(1, min(MAX_EDITS_PER_BATCH, MEMORY.get(model.device.type, MEMORY["cpu"]) // (16 * values)))
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
         return {"layers": self.layers, "bound": self.bound}
@@ -124,7 +124,7 @@ class GradientStep(EditMethod):
         return "gradient"
 
     def at_once(self, model: TaskModel) -> int:
-        return MOST_AT_ONCE
+        return MAX_EDITS_PER_BATCH
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
         return {"layers": self.layers}
@@ -135,8 +135,8 @@ class GradientStep(EditMethod):
         edits = model.resolve(edits)
         layers = chosen_layers(model, self.layers)
         patches: list[Patch] = []
-        for start in range(0, len(edits), MOST_AT_ONCE):
-            batch = edits[start : start + MOST_AT_ONCE]
+        for start in range(0, len(edits), MAX_EDITS_PER_BATCH):
+            batch = edits[start : start + MAX_EDITS_PER_BATCH]
             rows = model.rows([edit.x for edit in batch], [edit.a for edit in batch])
             traces = capture(layers, lambda rows=rows: model.losses(rows))
             steps = unstack({name: LowRank(trace.X, -self.lr * trace.D) for name, trace in traces.items()})

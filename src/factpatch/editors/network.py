@@ -49,11 +49,11 @@ class FactEncoder(nn.Module):
 
     def forward(self, condition: Condition) -> Tensor:
         last = (condition.lengths - 1)[:, None]  # (edits, 1)
-        places = torch.arange(condition.ids.shape[1], device=last.device)[None]  # (1, tokens)
-        turned = condition.ids.gather(1, (last - places).clamp(min=0))
+        positions = torch.arange(condition.ids.shape[1], device=last.device)[None]  # (1, tokens)
+        reversed_ids = condition.ids.gather(1, (last - positions).clamp(min=0))
         ends = [
             lstm(self.embedding(ids))[0].take_along_dim(last[:, :, None], dim=1).squeeze(1)  # (edits, lstm)
-            for lstm, ids in ((self.forwards, condition.ids), (self.backwards, turned))
+            for lstm, ids in ((self.forwards, condition.ids), (self.backwards, reversed_ids))
         ]
         return self.out(torch.cat(ends, dim=-1)).tanh()
 

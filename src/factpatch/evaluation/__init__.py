@@ -1,6 +1,5 @@
 """Evaluation of any EditMethod on a set of revisions, one edit at a time or with many facts together."""
 
-from factpatch.data.revisions import editable, teachable
 from factpatch.evaluation.baselines import count_choices, select
 from factpatch.evaluation.measure import measure, predicted_now
 from factpatch.evaluation.merges import MERGES
@@ -16,12 +15,10 @@ __all__ = [
     "Together",
     "count_choices",
     "count_joint_edits",
-    "editable",
     "evaluate",
     "measure",
     "precise",
     "predicted_now",
     "sampled",
     "select",
-    "teachable",
 ]

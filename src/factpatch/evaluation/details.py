@@ -23,7 +23,7 @@ from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
 
 SKETCH = 1024  # length of the vector that an update is projected to
-EDITS, EDITS_WITH_SCORES, INPUTS_WITH_SCORES = 32, 16, 500  # at most this many have details
+EDITS, EDITS_WITH_SCORES, INPUTS_WITH_SCORES = 32, 16, 500  # maximum numbers that get details
 EXAMPLES = 3
 
 

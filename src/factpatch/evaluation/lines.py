@@ -12,8 +12,8 @@ from accelerate.utils import gather_object
 
 from factpatch.data.revisions import Revision, edit_of
 from factpatch.evaluation.measure import Examined
-from factpatch.files import ResumableLines
 from factpatch.metrics import Outcome, value_names
+from factpatch.resumable import ResumableLines
 
 
 def open_lines(path: Path, settings: dict[str, Any]) -> ResumableLines | None:

@@ -21,7 +21,7 @@ from factpatch.errors import InputError
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.metrics import Outcome
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import NO_TARGET, POSITIONS_AT_ONCE
+from factpatch.models.rows import NO_TARGET, POSITIONS_PER_BATCH
 
 
 def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
@@ -157,17 +157,17 @@ class Examiner:
         with edited(self.model.layers, changes):
             own = _answer_each(self.model, own_texts, self.parts)
             answered = [self._ask(batch, len(groups)) for batch in self.batches]
-        scores, moved = self._in_order([a.scores for a in answered]), self._in_order([a.kl for a in answered])
+        scores, divergences = self._in_order([a.scores for a in answered]), self._in_order([a.kl for a in answered])
         found: list[list[Examined]] = []
         for e, group in enumerate(groups):
-            if moved is not None and not np.isfinite(moved[e]).all():
+            if divergences is not None and not np.isfinite(divergences[e]).all():
                 raise InputError(f"scores are not finite after the edit of {group[0].id}; try --precision fp32")
             says = dict(zip(own_texts[e], own[e], strict=True))
             by_batch = [text for answers in answered for text in answers.texts[e]]
             says_others = [by_batch[i] for i in self.position]
             found.append([])
             for revision in group:
-                divergence = None if moved is None else moved[e]
+                divergence = None if divergences is None else divergences[e]
                 target = edit_of(revision).a
                 one = outcome(revision, target, says, self.controls, says_others, divergence, together=group)
                 found[-1].append(Examined(one, says, says_others, None if scores is None else scores[e]))
@@ -181,15 +181,15 @@ class Examiner:
     def _ask(self, batch: _Batch, edits: int) -> _Answers:
         inputs = {key: tensor.repeat(edits, 1) for key, tensor in batch.rows.inputs.items()}
         texts: list[str] | None = None
-        scores = moved = None
+        scores = divergences = None
         if self.scores:
             features = self.model.features(self._repeated(batch, inputs, edits))
             texts = self.model.answers_from(features)
-            scores, moved = self._scores(batch, features, edits)
+            scores, divergences = self._scores(batch, features, edits)
         if texts is None:
             texts = [ranked[0] for ranked in self.model.decide(Rows(inputs), edits=edits)]
         count = len(batch.indices)
-        return _Answers([texts[e * count : (e + 1) * count] for e in range(edits)], scores, moved)
+        return _Answers([texts[e * count : (e + 1) * count] for e in range(edits)], scores, divergences)
 
     def _repeated(self, batch: _Batch, inputs: dict[str, Tensor], edits: int) -> Rows:
         labels, positions = batch.rows.labels, batch.rows.target_positions
@@ -208,13 +208,13 @@ class Examiner:
         assert batch.rows.target_positions is not None
         labels = batch.rows.labels.flatten()[batch.rows.target_positions]
         positions = len(labels)
-        log_p, moved = [], []
-        for start in range(0, positions, POSITIONS_AT_ONCE // edits or 1):
-            part = slice(start, start + (POSITIONS_AT_ONCE // edits or 1))
+        log_p, divergences = [], []
+        for start in range(0, positions, POSITIONS_PER_BATCH // edits or 1):
+            part = slice(start, start + (POSITIONS_PER_BATCH // edits or 1))
             before = self.model.scores(batch.before[part])  # (positions, classes)
             after = self.model.scores(features.view(edits, positions, -1)[:, part])  # (edits, positions, classes)
             log_p.append(-F.cross_entropy(after.movedim(-1, 1), labels[part].expand(edits, -1), reduction="none"))
-            moved.append(kl(before.expand_as(after), after))
+            divergences.append(kl(before.expand_as(after), after))
         tokens = torch.bincount(batch.row, minlength=len(batch.indices))
 
         def mean_over_tokens(values: list[Tensor]) -> Tensor:
@@ -225,7 +225,7 @@ class Examiner:
         # Log-odds for labels: a figure could not distinguish log-probabilities near 0.
         if batch.rows.labels.dim() == 1:
             score = score - torch.log1p(-score.exp().clamp(max=1 - 1e-7))
-        return score, mean_over_tokens(moved)
+        return score, mean_over_tokens(divergences)
 
 
 def _answer_each(model: TaskModel, texts: list[list[str]], parts: int) -> list[list[str]]:

@@ -29,10 +29,10 @@ from factpatch.evaluation.together import (
     count_joint_edits,
     measure_together,
 )
-from factpatch.files import ResumableLines
 from factpatch.models import Classifier, TaskModel
 from factpatch.patch import stack_patches
 from factpatch.processes import from_first, join_processes
+from factpatch.resumable import ResumableLines
 
 Progress = Callable[[int], object]
 

@@ -20,12 +20,12 @@ from factpatch.evaluation.lines import edit_line, open_lines, outcome_of, write_
 from factpatch.evaluation.measure import Examiner
 from factpatch.evaluation.merges import find_merge
 from factpatch.evaluation.summary import JointResult, Result
-from factpatch.files import ResumableLines
 from factpatch.models import TaskModel
 from factpatch.processes import from_first
+from factpatch.resumable import ResumableLines
 
 FILE = "together.jsonl"
-COVERED = 256  # edits that are measured alone, and in groups of each size unless one group is larger
+COVERED = 256  # edits measured one by one, and for each group size; more only if a single group is larger
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def kernels_take(x: Tensor) -> bool:
+def kernels_support(x: Tensor) -> bool:
     """Whether our kernels can run on this tensor: half precision, on a supported GPU."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_kernels(x.device)
 

@@ -128,7 +128,7 @@ class TaskModel(StoredModel):
         return found
 
     def _decide_in_parts(self, encoded: Sequence[Encoded], count: int) -> list[list[str]]:
-        """Decides a batch at once, or in halves if it does not fit into the GPU's memory."""
+        """Decides a whole batch, or its halves if it does not fit into the GPU's memory."""
         try:
             return self.decide(self.collate(encoded), count, edits=1)
         except torch.cuda.OutOfMemoryError:

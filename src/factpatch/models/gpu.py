@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from factpatch.kernels import kernels_take
+from factpatch.kernels import kernels_support
 
 MULTIPLE = 8  # tensor cores are fast for numbers of rows that are multiples of this
 LONGEST, WIDEST = 64, 128  # maximum number of tokens and head width that the attention kernel supports
@@ -39,7 +39,7 @@ class FrozenLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         frozen = not self.weight.requires_grad and not torch.compiler.is_compiling()
-        if not (frozen and input.shape[-1] <= WIDEST_NORM and kernels_take(input)):
+        if not (frozen and input.shape[-1] <= WIDEST_NORM and kernels_support(input)):
             return super().forward(input)
         from factpatch.kernels.norm import Norm
 
@@ -73,7 +73,7 @@ def attend(
         and (queries == keys or not causal)
         and dropout == 0
         and options.get("position_bias") is None
-        and kernels_take(query)
+        and kernels_support(query)
     )
     if not short:
         return sdpa_attention_forward(

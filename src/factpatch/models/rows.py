@@ -11,7 +11,7 @@ from torch import Tensor
 from factpatch.device import to_device
 
 NO_TARGET = -100  # label that cross_entropy ignores
-POSITIONS_AT_ONCE = 8192  # target positions whose scores over a whole vocabulary are in memory together
+POSITIONS_PER_BATCH = 8192  # target positions whose scores over a whole vocabulary are in memory together
 
 Encoded = dict[str, list[int]]  # one text: token ids, attention mask and whatever else the model's forward needs
 

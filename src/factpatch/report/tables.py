@@ -19,7 +19,7 @@ from factpatch.report.runs import Evaluation, Group, grouped
 NOTHING = "-"
 NOTES = [
     "Equivalence: generated paraphrases / paraphrases written by people.",
-    "In brackets: 95 % intervals. Bold: the best value of a column, and those that intervals do not set apart from it.",
+    "In brackets: 95 % intervals. Bold: the best value of a column, and all that intervals cannot tell from it.",
 ]
 POWER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e(-?\d+)\b")
 LATEX_SPECIAL = {

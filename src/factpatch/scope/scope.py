@@ -23,7 +23,7 @@ from factpatch.scope.features import spread_layers, text_features
 from factpatch.scope.training import ScopeConfig, learn_projection
 
 FORMAT = "factpatch-scope-1"
-QUERIES_AT_ONCE = 4096  # number of inputs that are compared with all facts at a time
+QUERIES_PER_BATCH = 4096  # number of inputs that are compared with all facts at a time
 Fact = FactEdit | str | Sequence[str]  # an edit, its input, or its input followed by known paraphrases
 Report = Callable[[str, float], object]  # called with the stage of training and its progress from 0 to 1
 
@@ -127,7 +127,7 @@ class Scope:
     def calibrate(self, revisions: Sequence[Revision], false_matches: float = 0.005, facts: int = 1024) -> Calibration:
         """Chooses the lowest threshold at which at most this share of inputs matches a fact that is not their own.
 
-        Up to `facts` of the revisions are active at once. Each input of a revision is compared with all active facts
+        Up to `facts` of the revisions are active together. Each input of a revision is compared with all active facts
         but its own, and each paraphrase with all of them. The more facts are active, the higher the threshold must be.
         """
         active = list({normalize(r.input): r for r in revisions}.values())  # one fact for each input
@@ -204,7 +204,7 @@ class Scope:
             return [None] * len(inputs)
         threshold = self.calibrated.threshold
         found: list[int | None] = []
-        for part in vectors.split(QUERIES_AT_ONCE):
+        for part in vectors.split(QUERIES_PER_BATCH):
             best = (part @ self.anchors.T).max(1)
             owners = self.owners[best.indices].where(best.values >= threshold, -1)
             found += [None if owner < 0 else owner for owner in owners.tolist()]

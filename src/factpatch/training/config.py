@@ -184,10 +184,6 @@ def resolve_config(
     return _config(merged(sources), problems)
 
 
-def config_from_json(saved: Mapping[str, Any]) -> TrainConfig:
-    return _config(saved, [])
-
-
 def config_to_json(config: TrainConfig) -> dict[str, Any]:
     return {**asdict(config), "layers": list(config.layers)}
 

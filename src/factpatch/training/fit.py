@@ -246,9 +246,10 @@ class Fit(Run):
         return [Example(*pair) for pair in zip(encoded, targets, strict=True)]
 
     def _check_answer(self, record: Record) -> None:
-        tokens, most = len(self.model.encode_targets(record.answers[:1])[0]), self.model.max_input_tokens
+        tokens = len(self.model.encode_targets(record.answers[:1])[0])
+        most = min(MAX_ANSWER_TOKENS, self.model.max_input_tokens)
         if tokens > most:
-            raise InputError(f"the model can generate {most} tokens, this answer has {tokens}; shorten or remove it")
+            raise InputError(f"answers can have {most} tokens, this one has {tokens}; shorten or remove it")
 
     def _set_answer_length(self, examples: Sequence[Example]) -> None:
         """Limits answers to the length of the longest target, in the generation settings saved with the model."""

@@ -81,10 +81,10 @@ class _Graph:
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=first.graph.pool() if first else None, stream=stream):
-            torch._foreach_copy_(self.outputs, function(batch))  # pyright: ignore (torch exports it to nobody)
+            torch._foreach_copy_(self.outputs, function(batch))  # pyright: ignore (private in torch)
 
     def run(self, tensors: list[Tensor]) -> Tensors:
-        torch._foreach_copy_(self.inputs, tensors)  # pyright: ignore (torch exports it to nobody)
+        torch._foreach_copy_(self.inputs, tensors)  # pyright: ignore (private in torch)
         self.graph.replay()
         return self.outputs
 

@@ -30,7 +30,7 @@ from factpatch.training.checkpoint import (
 )
 
 REPORT_SECONDS = 0.5  # between two reports; each of them waits for the device
-STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
+STOPPING = "stopping after this step; press Ctrl-C again to stop immediately"
 
 
 class Clock:
@@ -208,7 +208,7 @@ class Run(ABC):
 def stop_signals(announce: bool) -> Iterator[threading.Event]:
     """Yields an event that Ctrl-C or SIGTERM sets, so that a run can finish its step and write a checkpoint.
 
-    A second signal has its usual effect and ends the process at once.
+    A second signal has its usual effect and ends the process immediately.
     """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -84,7 +84,7 @@ class Learner:
         figures = torch.zeros(1 + len(self.config.constraints), device=self.accelerator.device)
         sums = (figures, *map(torch.zeros_like, self.parameters))
         for batch in batches:
-            torch._foreach_add_(sums, self._gradients(batch))  # pyright: ignore (torch exports it to nobody)
+            torch._foreach_add_(sums, self._gradients(batch))  # pyright: ignore (private in torch)
         return sums
 
     def _gradients(self, batch: StepBatch) -> Tensors:

@@ -111,9 +111,9 @@ class Train(Run):
         held_out, revisions = self._read(train, valid, bad.append if skip_bad else None)
         dtype = find_dtype(self.config.precision, self.model.device.type)
         # Validations use the precision in which editors are evaluated.
-        judge = _in_float32(self.model) if self.model.near_ties and dtype != torch.float32 else self.model
+        precise = _in_float32(self.model) if self.model.near_ties and dtype != torch.float32 else self.model
         with self.model.in_precision(dtype):
-            self._prepare(judge, held_out, revisions, valid or train)
+            self._prepare(precise, held_out, revisions, valid or train)
             self._train()
             result = {**self._finish(), "revisions": len(revisions), "bad": len(bad), "seconds": self.clock.seconds()}
         if self.accelerator.is_main_process:
@@ -135,11 +135,11 @@ class Train(Run):
         return load_revisions(valid, self.model, on_bad, self.warn), revisions
 
     def _prepare(
-        self, judge: TaskModel, held_out: list[Revision], revisions: list[Revision], source: str | Path
+        self, precise: TaskModel, held_out: list[Revision], revisions: list[Revision], source: str | Path
     ) -> None:
         config, model = self.config, self.model
         self.on_stage("predicting held-out answers", 0.0)
-        self.validator = Validator(judge, held_out, config, self.accelerator)
+        self.validator = Validator(precise, held_out, config, self.accelerator)
         if not self.validator.edits:
             raise InputError(
                 f"{source}: expected held-out revisions with alternatives, found none; make them with revise"

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from factpatch.backends import no_cudnn_attention, tensor_core_products
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import NO_TARGET, POSITIONS_AT_ONCE
+from factpatch.models.rows import NO_TARGET, POSITIONS_PER_BATCH
 from factpatch.training.batcher import Batcher, ControlTargets
 from factpatch.training.sampler import Indices
 
-ROWS_AT_ONCE = {"cpu": 64, "cuda": 1024}  # fixed, so that runs are reproducible
+ROWS_PER_BATCH = {"cpu": 64, "cuda": 1024}  # fixed, so that runs are reproducible
 MEMORY_SHARE = 0.2  # maximum share of a GPU's free memory for the table of outputs
 LEAST_DOUBT = 1e-3  # so that control inputs with certain predictions are drawn, too
 
@@ -91,7 +91,7 @@ def _pool_batches(
 ) -> Iterator[tuple[Indices, Rows, ControlTargets]]:
     """Batches of control inputs of similar length: indices in the pool, rows and targets."""
     order = np.argsort(batcher.texts.lengths[batcher.inputs[pool]], kind="stable")
-    size = max(1, ROWS_AT_ONCE[model.device.type] // batcher.config.candidates)
+    size = max(1, ROWS_PER_BATCH[model.device.type] // batcher.config.candidates)
     for start in range(0, len(order), size):
         members = order[start : start + size]
         yield (members, *batcher.control_batch(pool[members]))
@@ -100,7 +100,7 @@ def _pool_batches(
 
 def _token_losses(model: TaskModel, features: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy at each position, in parts: scores over a whole vocabulary need much memory."""
-    parts = zip(features.split(POSITIONS_AT_ONCE), labels.split(POSITIONS_AT_ONCE), strict=True)
+    parts = zip(features.split(POSITIONS_PER_BATCH), labels.split(POSITIONS_PER_BATCH), strict=True)
     return torch.cat([F.cross_entropy(model.scores(part), wanted, reduction="none") for part, wanted in parts])
 
 
