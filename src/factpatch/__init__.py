@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from factpatch.merging import merge
     from factpatch.models import TaskModel, load_model
     from factpatch.patch import Patch
+    from factpatch.refining import refine
     from factpatch.scope import Scope
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ _HOMES = {
     "load_editor": "factpatch.editors",
     "load_model": "factpatch.models",
     "merge": "factpatch.merging",
+    "refine": "factpatch.refining",
 }
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "load_editor",
     "load_model",
     "merge",
+    "refine",
 ]
 
 

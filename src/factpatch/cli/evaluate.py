@@ -65,6 +65,13 @@ def evaluate(
     scope: Annotated[
         str | None, typer.Option(help="For --merge scope: file of a trained scope. Default: an untrained scope.")
     ] = None,
+    mode: Annotated[
+        Literal["unedited", "sequence"],
+        typer.Option(help="For --merge solve: unedited solves for each weight alone, sequence layer by layer."),
+    ] = "unedited",
+    refine: Annotated[
+        int, typer.Option(min=0, metavar="STEPS", help="For --merge solve: gradient steps on the merged patch.")
+    ] = 0,
     precision: Annotated[
         Literal["fp32", "bf16"] | None,
         typer.Option(help="fp32 or bf16. Default: bf16 for editors of classifiers on a GPU, otherwise fp32."),
@@ -92,18 +99,20 @@ def evaluate(
         raise typer.BadParameter("--others and --scope are only used by --together; add it, or leave them out")
     if scope and merge != "scope":
         raise typer.BadParameter("--scope is only used by --merge scope")
+    if (refine or mode != "unedited") and not (sizes and merge == "solve"):
+        raise typer.BadParameter("--mode and --refine are only used by --together with --merge solve")
     check_writable(output)
     with common.working("loading"):
         from factpatch.data.holdout import hash_shuffled
         from factpatch.data.revisions import load_revisions
         from factpatch.device import find_device
-        from factpatch.evaluation import COVERED, Together, count_joint_edits, precise, sampled
+        from factpatch.evaluation import COVERED, MergeOptions, Together, count_joint_edits, precise, sampled
         from factpatch.evaluation import evaluate as run
         from factpatch.models import load_model
         from factpatch.processes import join_processes
 
         common.prepare(seed)
-        joint = Together(sizes, merge, scope=scope) if sizes else None
+        joint = Together(sizes, merge, options=MergeOptions(mode, refine, scope)) if sizes else None
         join_processes(find_device(device))  # before the model is loaded: each process has a GPU of its own
         task_model = load_model(model, device)
         bad: list[str] = []
@@ -126,7 +135,7 @@ def evaluate(
         else:
             chosen = _method(task_model, method, editor, layers, bound, updates)
         settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed}
-        settings |= {"others": others, "scope": scope} if joint else {}
+        settings |= {"others": others, "scope": scope, "mode": mode, "refine": refine} if joint else {}
         with common.progress_bar("editing", total) as advance:
             result = run(chosen, task_model, sample, controls, output, settings, advance, joint, tried)
     if not common.is_main_process() or result is None:

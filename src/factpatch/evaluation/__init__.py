@@ -2,7 +2,7 @@
 
 from factpatch.evaluation.baselines import count_choices, select
 from factpatch.evaluation.measure import measure, predicted_now
-from factpatch.evaluation.merges import MERGES
+from factpatch.evaluation.merges import MERGES, MergeOptions
 from factpatch.evaluation.run import evaluate, precise, sampled
 from factpatch.evaluation.summary import Result, Summary
 from factpatch.evaluation.together import COVERED, Together, count_joint_edits
@@ -10,6 +10,7 @@ from factpatch.evaluation.together import COVERED, Together, count_joint_edits
 __all__ = [
     "COVERED",
     "MERGES",
+    "MergeOptions",
     "Result",
     "Summary",
     "Together",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 
 from factpatch.covariance import Covariance
@@ -11,9 +12,10 @@ from factpatch.data.revisions import Revision, edit_of
 from factpatch.errors import InputError
 from factpatch.evaluation.measure import Examined, Examiner
 from factpatch.evaluation.outcomes import outcome
-from factpatch.merging import merge
+from factpatch.merging import Mode, merge
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
+from factpatch.refining import refine
 from factpatch.scope import Scope, predict_scoped
 
 Group = Sequence[Revision]
@@ -21,23 +23,35 @@ Measure = Callable[[Examiner, Sequence[Patch], Group], list[Examined]]
 MAX_OTHERS = 2000  # maximum number of inputs that a merge or a scope is fitted to
 
 
-def by_sum(model: TaskModel, others: Group, scope: str | None) -> Measure:
+@dataclass(frozen=True)
+class MergeOptions:
+    """Settings of the ways to merge."""
+
+    mode: Mode = "unedited"  # of merge
+    refine: int = 0  # gradient steps after a merge
+    scope: str | None = None  # file of a trained scope
+
+
+def by_sum(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
     return lambda examiner, patches, group: examine_merged(examiner, reduce(operator.add, patches), group)
 
 
-def by_solve(model: TaskModel, others: Group, scope: str | None) -> Measure:
+def by_solve(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
     known = {revision.input: revision.prediction for revision in others[:MAX_OTHERS]}
     covariance = Covariance.compute(model, known, known)
 
     def measure(examiner: Examiner, patches: Sequence[Patch], group: Group) -> list[Examined]:
-        return examine_merged(examiner, merge(model, patches, covariance=covariance), group)
+        patch = merge(model, patches, covariance=covariance, mode=options.mode)
+        if options.refine:
+            patch = refine(model, patch, known, options.refine)
+        return examine_merged(examiner, patch, group)
 
     return measure
 
 
-def by_scope(model: TaskModel, others: Group, scope: str | None) -> Measure:
+def by_scope(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
     others = others[:MAX_OTHERS]
-    fitted = Scope.load(scope, model) if scope else Scope.plain(model, others)
+    fitted = Scope.load(options.scope, model) if options.scope else Scope.plain(model, others)
     readable = model.encode_readable([revision.input for revision in others])
 
     def measure(examiner: Examiner, patches: Sequence[Patch], group: Group) -> list[Examined]:
@@ -63,14 +77,15 @@ def examine_merged(examiner: Examiner, patch: Patch, group: Group) -> list[Exami
     return examined
 
 
-MERGES: dict[str, Callable[[TaskModel, Group, str | None], Measure]] = {
+Merge = Callable[[TaskModel, Group, MergeOptions], Measure]
+MERGES: dict[str, Merge] = {
     "sum": by_sum,
     "solve": by_solve,
     "scope": by_scope,
 }
 
 
-def find_merge(name: str) -> Callable[[TaskModel, Group, str | None], Measure]:
+def find_merge(name: str) -> Merge:
     if name not in MERGES:
         raise InputError(f"there is no way to merge called {name!r}; choose one of {', '.join(MERGES)}")
     return MERGES[name]

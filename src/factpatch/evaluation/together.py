@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from factpatch.editors import EditMethod
 from factpatch.errors import InputError
 from factpatch.evaluation.lines import edit_line, open_lines, outcome_of, write_shared
 from factpatch.evaluation.measure import Examiner
-from factpatch.evaluation.merges import find_merge
+from factpatch.evaluation.merges import MergeOptions, find_merge
 from factpatch.evaluation.summary import JointResult, Result
 from factpatch.models import TaskModel
 from factpatch.processes import from_first
@@ -35,7 +35,7 @@ class Together:
     sizes: tuple[int, ...]
     merge: str = "sum"  # a key of MERGES
     others: Sequence[Revision] = ()  # inputs that the merge or the scope is fitted to
-    scope: str | None = None  # file of a trained scope
+    options: MergeOptions = field(default_factory=MergeOptions)
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1 or len(set(self.sizes)) < len(self.sizes):
@@ -87,7 +87,7 @@ def measure_together(
         lines.keep(sum(map(len, groups[:done])))
     on_done(sum(map(len, groups[:done])))
     examiner = Examiner(model, others, 1, scores=True)
-    measure = find_merge(together.merge)(model, together.others or others, together.scope)
+    measure = find_merge(together.merge)(model, together.others or others, together.options)
 
     def make_lines(number: int) -> list[str]:
         group, start = groups[number], time.perf_counter()

@@ -1,0 +1,159 @@
+"""Refining: gradient steps on a merged patch, which correct the facts and the other answers that the merge lost.
+
+The merge makes single layers do what each edit's own patch does there. Refining looks at the answers instead. Starting
+from the merged change S, it minimises
+
+    mean over edits of max(L(x, a), ENOUGH) + KL_WEIGHT · mean over control inputs of KL(unedited model ‖ patched model)
+
+with Adam. The first term stops pushing an edit that succeeds safely, which spares other answers. The result depends
+only on the facts and the control inputs, not on their order: both are sorted, and batches come from a fixed seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from factpatch.backends import no_cudnn_attention, tensor_core_products
+from factpatch.constraints import kl
+from factpatch.deltas import Delta, Dense
+from factpatch.engine import edited
+from factpatch.errors import InputError
+from factpatch.facts import normalize
+from factpatch.merging import edit_key, unpatched
+from factpatch.models import Rows, TaskModel
+from factpatch.models.rows import NO_TARGET
+from factpatch.patch import Patch
+
+REFINED = ", refined"  # suffix of a refined patch's method name
+ENOUGH = 0.05  # loss at which an edit counts as safe: the target's tokens have a probability of about 0.95
+KL_WEIGHT = 10.0
+RATE = 0.01  # Adam's learning rate, as a share of the root mean square of each weight
+EDITS_PER_STEP = 256
+CONTROLS_PER_STEP = 256
+TOKENS_PER_PASS = {"cpu": 4096, "cuda": 32_768}  # bounds the activations that a backward pass keeps
+
+
+@torch.inference_mode(False)
+@no_cudnn_attention()
+@tensor_core_products()
+def refine(
+    model: TaskModel,
+    patch: Patch,
+    others: Iterable[str] | Mapping[str, str],
+    steps: int = 100,
+    on_step: Callable[[], object] = lambda: None,
+) -> Patch:
+    """Improves a patch with many facts, such as `merge` returns, by gradient steps on its facts.
+
+    `others` are ordinary inputs whose answers should stay as they are. If the model's answers are known, a mapping from
+    inputs to answers saves their generation.
+    """
+    patch.check_fits(model)
+    if not patch.edits:
+        raise InputError("expected a patch that names its edits, found one without; make it again")
+    if steps < 1:
+        raise InputError(f"expected at least one step, found {steps}")
+    with unpatched(model):
+        controls = _controls(model, others, {normalize(edit.x) for edit in patch.edits})
+        edits = [_Text(edit.x, edit.a) for edit in sorted(patch.edits, key=edit_key)]
+        merged = {name: delta.dense().to(model.device, torch.float32) for name, delta in patch.deltas.items()}
+        sizes = {name: model.layers[name].weight.float().square().mean().sqrt() for name in merged}  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+        moves = {name: torch.zeros_like(S, requires_grad=True) for name, S in merged.items()}
+        optimizer = torch.optim.Adam(moves.values(), lr=RATE)
+        decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+        rng = random.Random(0)
+        for _ in range(steps):
+            gradients = {name: torch.zeros_like(S) for name, S in merged.items()}
+            now = {name: (S + sizes[name] * moves[name]).detach().requires_grad_() for name, S in merged.items()}
+            stack: dict[str, Delta] = {name: Dense(S[None]) for name, S in now.items()}
+            for texts in (_sample(edits, EDITS_PER_STEP, rng), _sample(controls, CONTROLS_PER_STEP, rng)):
+                for part in _passes(model, texts):
+                    with torch.enable_grad(), edited(model.layers, stack):
+                        loss = _loss(model, part) * (len(part) / len(texts))
+                    for name, gradient in zip(now, torch.autograd.grad(loss, list(now.values())), strict=True):
+                        gradients[name] += gradient
+            for name, move in moves.items():
+                move.grad = gradients[name] * sizes[name]
+            optimizer.step()
+            decay.step()
+            on_step()
+        deltas = {name: Dense((S + sizes[name] * moves[name]).detach().cpu()) for name, S in merged.items()}
+    return replace(patch, deltas=deltas, method=patch.method.removesuffix(REFINED) + REFINED)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """An input with its target and, for a control input, the unedited model's features at the target's positions."""
+
+    input: str
+    target: str
+    features: Tensor | None = None  # (positions, width)
+
+
+@torch.no_grad()
+def _controls(model: TaskModel, others: Iterable[str] | Mapping[str, str], edited_forms: set[str]) -> list[_Text]:
+    """The control inputs with the unedited model's features, without the edited inputs themselves."""
+    known = dict(others) if isinstance(others, Mapping) else {}
+    texts = sorted(text for text in model.encode_readable(list(others)) if normalize(text) not in edited_forms)
+    if not texts:
+        raise InputError("expected a sample of ordinary inputs, found no usable text; give some control inputs")
+    missing = [text for text in texts if text not in known]
+    known.update(zip(missing, model.predict(missing), strict=True))
+    spoken = model.valid_targets(list(known.values()))
+    found: list[_Text] = []
+    for part in _passes(model, [_Text(text, known[text]) for text in texts if known[text] in spoken]):
+        rows, row_of = _target_rows(model, part)
+        features = model.features(rows).split(torch.bincount(row_of, minlength=len(part)).tolist())
+        found += [replace(text, features=own) for text, own in zip(part, features, strict=True)]
+    return sorted(found, key=lambda text: text.input)
+
+
+def _sample(texts: Sequence[_Text], count: int, rng: random.Random) -> list[_Text]:
+    return list(texts) if len(texts) <= count else rng.sample(texts, count)
+
+
+def _passes(model: TaskModel, texts: Sequence[_Text]) -> list[list[_Text]]:
+    """Groups texts of similar length into passes that fit into memory."""
+    lengths = model.lengths([text.input for text in texts])
+    order = sorted(range(len(texts)), key=lambda i: (lengths[i], texts[i].input))
+    budget = TOKENS_PER_PASS.get(model.device.type, TOKENS_PER_PASS["cpu"])
+    parts: list[list[_Text]] = [[]]
+    for i in order:
+        if parts[-1] and (len(parts[-1]) + 1) * lengths[i] > budget:
+            parts.append([])
+        parts[-1].append(texts[i])
+    return [part for part in parts if part]
+
+
+def _target_rows(model: TaskModel, texts: Sequence[_Text]) -> tuple[Rows, Tensor]:
+    """The texts as a batch that names its target positions, and the row of each position."""
+    rows = model.rows([text.input for text in texts], [text.target for text in texts])
+    assert rows.labels is not None
+    if rows.labels.dim() == 1:
+        positions = torch.arange(len(texts), device=model.device)
+        return replace(rows, target_positions=positions), positions
+    positions = rows.labels.flatten().ne(NO_TARGET).nonzero()[:, 0]
+    return replace(rows, target_positions=positions), positions // rows.labels.shape[1]
+
+
+def _loss(model: TaskModel, texts: Sequence[_Text]) -> Tensor:
+    """The mean loss of edits, or the weighted mean KL of control inputs, under the current changes."""
+    rows, row_of = _target_rows(model, texts)
+    features = model.features(rows)
+    before = [text.features for text in texts if text.features is not None]
+    if before:
+        values = kl(model.head(torch.cat(before)), model.head(features))
+    else:
+        assert rows.labels is not None
+        assert rows.target_positions is not None
+        labels = rows.labels.flatten()[rows.target_positions]
+        values = F.cross_entropy(model.scores(features), labels, reduction="none")
+    totals = values.new_zeros(len(texts)).index_add(0, row_of, values)
+    means = totals / torch.bincount(row_of, minlength=len(texts))
+    return KL_WEIGHT * means.mean() if before else means.clamp(min=ENOUGH).mean()
