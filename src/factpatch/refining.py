@@ -83,7 +83,7 @@ def refine(
             optimizer.step()
             decay.step()
             on_step()
-        deltas = {name: Dense((S + sizes[name] * moves[name]).detach().cpu()) for name, S in merged.items()}
+        deltas = {name: Dense((S + sizes[name] * moves[name]).detach()) for name, S in merged.items()}
     return replace(patch, deltas=deltas, method=patch.method.removesuffix(REFINED) + REFINED)
 
 
