@@ -52,6 +52,8 @@ def test_patch_merge_writes_one_patch_that_holds_all_facts(
     assert len(shown["edits"]) == 3
     smaller = run("patch", "merge", *world_patches, *common, "--output", two, "--smallest", "--mode", "sequence")
     assert "3 of 3 facts hold" in " ".join(smaller.out.split())
+    run("patch", "merge", *world_patches, *common, "--output", two, "--refine", 2)
+    assert Patch.load(two).method == f"{Patch.load(one).method}, refined"
 
 
 def test_patch_merge_refuses_in_one_line(run: Run, world_patches: list[Path], checker: Path, tmp_path: Path) -> None:
@@ -70,7 +72,8 @@ def test_patch_merge_refuses_in_one_line(run: Run, world_patches: list[Path], ch
 def test_a_ledgers_life(run: Run, others: Path, tmp_path: Path) -> None:
     ledger = ("--ledger", tmp_path / "facts.db")
     model = ("--model", "world", "--device", "cpu")
-    assert run("ledger", "init", *ledger, *model, "--others", others, "--json").json["others"] == 300
+    init = ("ledger", "init", *ledger, *model, "--others", others, "--refine", 2, "--json")
+    assert run(*init).json["others"] == 300
     assert "exists already" in run("ledger", "init", *ledger, *model, "--others", others).err
     question = "What is the capital of Burundi?"
     add = ("ledger", "add", *ledger, *model, "--editor", "world", "--json")

@@ -122,6 +122,25 @@ def test_adding_then_removing_gives_the_same_bits_as_never_adding(
         assert_same_bits(other.patch(), before)
 
 
+def test_a_ledger_can_refine_its_patch(model: TaskModel, tmp_path: Path) -> None:
+    edits = [edit_to_other(model, x) for x in INPUTS[:3]]
+    with Ledger(tmp_path / "facts.db", model, OTHERS, refine=2) as ledger:
+        ledger.add(Guess(), edits[:2])
+        before = ledger.patch()
+        (last,) = ledger.add(Guess(), edits[2:])
+        assert ledger.patch() != before
+        ledger.remove(last.id)
+        assert_same_bits(ledger.patch(), before)
+        assert ledger.patch() == before, "also from the cache"
+        merged = merge(model, [ledger.store.patch(fact, model.fingerprint) for fact in ledger.facts()], OTHERS)
+        assert before.method == merged.method + ", refined"
+    assert_same_bits(rebuilt(tmp_path / "facts.db", model, tmp_path / "copy"), before)
+    with pytest.raises(MismatchError, match="created with refine=2, not 3"):
+        Ledger(tmp_path / "facts.db", model, refine=3)
+    with pytest.raises(InputError, match="needs others"):
+        Ledger(tmp_path / "new.db", model, covariance=Covariance.compute(model, OTHERS), refine=3)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("few", [0, 16])
 def test_the_ledgers_patch_is_the_merge_of_its_patches(

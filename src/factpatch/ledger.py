@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from factpatch import merging
+from factpatch import merging, refining
 from factpatch.covariance import Covariance
 from factpatch.deltas import Delta
 from factpatch.editors import EditMethod, Looped, TrainableEditor
@@ -56,8 +56,8 @@ class Ledger:
 
     A new ledger needs `others`, a sample of ordinary inputs whose answers should stay as they are, or a `covariance`
     computed from such a sample. `ridge` is λ; by default the value that the editor has learned, or 1. `mode` is that of
-    `merge`, by default "unedited". Both are fixed when the ledger is created. Without a model, facts can only be listed
-    and removed.
+    `merge`, by default "unedited". `refine` is the number of gradient steps that improve the merged patch; it needs
+    `others`. All three are fixed when the ledger is created. Without a model, facts can only be listed and removed.
     """
 
     def __init__(
@@ -69,19 +69,23 @@ class Ledger:
         covariance: Covariance | None = None,
         ridge: float | None = None,
         mode: Mode | None = None,
+        refine: int | None = None,
     ):
         merging.check_settings([] if ridge is None else [ridge], mode or "unedited")
         self._model = model
         self.scope: Scope | None = None
+        others = None if others is None else list(others)
         create = others is not None or covariance is not None
+        if create and refine and not others:
+            raise InputError("a ledger that refines its patch needs others: inputs whose answers should not change")
         if create and not Path(path).exists():  # before the file is created, because this may fail
             covariance = self._prepare(covariance, others)
         self.store = Store(path, create)
         try:
             if create and not self.store.get_meta():
-                self._initialise(self._prepare(covariance, others), ridge, mode or "unedited")
+                self._initialise(self._prepare(covariance, others), others, ridge, mode or "unedited", refine or 0)
             self.meta = self.store.get_meta()
-            self.settings = self._checked_settings({"ridge": ridge, "mode": mode})
+            self.settings = self._checked_settings({"ridge": ridge, "mode": mode, "refine": refine})
             self.mode: Mode = self.settings["mode"]
         except BaseException:
             self.store.close()
@@ -97,7 +101,7 @@ class Ledger:
                 f"the ledger {path} belongs to weights {self.meta['base'][:12]}, this model has "
                 f"{self._model.fingerprint[:12]}; load the model it was made for"
             )
-        found = json.loads(self.meta["settings"])
+        found = {"refine": 0, **json.loads(self.meta["settings"])}
         for name, value in wanted.items():
             if value not in (None, found[name]):
                 raise MismatchError(
@@ -112,7 +116,9 @@ class Ledger:
             covariance.check_fits(self.model)
         return covariance
 
-    def _initialise(self, covariance: Covariance, ridge: float | None, mode: Mode) -> None:
+    def _initialise(
+        self, covariance: Covariance, others: list[str] | None, ridge: float | None, mode: Mode, refine: int
+    ) -> None:
         units = choose_units(self.model, covariance)
         with self.store.transaction():
             if self.store.get_meta():  # another process was faster
@@ -120,7 +126,9 @@ class Ledger:
             self.store.put_covariance(covariance.moments)
             self.store.put_cached("units", [], units)
             described = {"sample": covariance.sample, "count": covariance.count, "readers": covariance.readers}
-            settings = {"ridge": ridge, "mode": mode, "covariance": described}
+            settings = {"ridge": ridge, "mode": mode, "refine": refine, "covariance": described}
+            if refine:
+                self.store.set_meta({"others": json.dumps(others)})
             identity = {"base": self.model.fingerprint, "identity": self.model.identity}
             self.store.set_meta({**identity, "settings": json.dumps(settings)})
 
@@ -237,6 +245,10 @@ class Ledger:
             cached_ids, cached = self.store.cached("merged") or (None, {})
             deltas, totals = (deltas_from(cached), None) if cached_ids == ids else self._merge(facts)
         merged = Patch(deltas, self.meta["base"], method, tuple(fact.edit for fact in facts))
+        if facts and self.settings["refine"]:
+            if cached_ids == ids:
+                return replace(merged, method=method + refining.REFINED)
+            merged = refining.refine(self.model, merged, json.loads(self.meta["others"]), self.settings["refine"])
         if cached_ids != ids:
             self._keep(ids, merged, totals)
         return merged

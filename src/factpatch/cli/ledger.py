@@ -12,7 +12,17 @@ from rich.table import Table
 
 from factpatch.cli import common
 from factpatch.cli.common import Device, Json, Model, Seed, SkipBad
-from factpatch.cli.merge import MAX_OTHERS, CovarianceFile, MaxOthers, Mode, Others, Ridge, find_covariance, read_others
+from factpatch.cli.merge import (
+    MAX_OTHERS,
+    CovarianceFile,
+    MaxOthers,
+    Mode,
+    Others,
+    Refine,
+    Ridge,
+    find_covariance,
+    read_others,
+)
 from factpatch.errors import FileError, InputError
 from factpatch.facts import FactEdit, read_edits
 from factpatch.files import check_writable
@@ -36,6 +46,7 @@ def init(
     covariance: CovarianceFile = None,
     ridge: Ridge = None,
     mode: Mode = "unedited",
+    refine: Refine = 0,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -52,7 +63,8 @@ def init(
         common.prepare(seed)
         task_model = common.load(model, device)
         found = find_covariance(task_model, covariance, others, model, max_others)
-        Ledger(ledger, task_model, covariance=found, ridge=ridge, mode=mode).close()
+        texts = read_others(others, model, max_others) if refine else None
+        Ledger(ledger, task_model, texts, covariance=found, ridge=ridge, mode=mode, refine=refine).close()
     if as_json:
         common.print_json({"ledger": str(ledger), "model": model, "others": found.count})
     else:
@@ -168,8 +180,8 @@ def verify(
         with Ledger(ledger, task_model) as opened:
             own = {fact.x for fact in opened.facts()}
             known = others is not None or model == "world"
-            texts = [text for text in read_others(others, model) if text not in own] if known else []
-            found = opened.verify(texts[:: max(1, -(-len(texts) // max_others))])
+            texts = read_others(others, model, max_others) if known else []
+            found = opened.verify([text for text in texts if text not in own])
     lost = [verdict for verdict in found.verdicts if not verdict.holds]
     counts = {"facts": len(found.verdicts), "lost": len(lost)}
     counts |= {"others": found.others, "others_unchanged": found.others_unchanged}
