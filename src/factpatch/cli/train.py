@@ -36,10 +36,13 @@ def train(
         str | None,
         typer.Option(help="Revision file used to choose the best editor. Default: revisions held out of --train."),
     ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Kind of editor to train: hyper (KnowledgeEditor, the default) or mend.")
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(
-            help="TOML file or preset: fc, qa, cpu-fc, cpu-qa, paper-fc, paper-qa. "
+            help="TOML file or preset: fc, qa, cpu-fc, cpu-qa, paper-fc, paper-qa, mend. "
             "Default: the preset for the model's task and the device. A TOML file overrides settings of that preset."
         ),
     ] = None,
@@ -78,7 +81,7 @@ def train(
     if task_model.device.type == "cpu":
         default = f"cpu-{default}"
     preset, path = (config, None) if config in PRESETS else (default, config)
-    overrides = {"steps": steps, "minutes": minutes, "seed": seed}
+    overrides = {"method": method, "steps": steps, "minutes": minutes, "seed": seed}
     run = Train(resolve_config(preset, path, setting or [], overrides), task_model, output, resume, init)
     announce(f"reading {train}")
     with _LiveTable() as table:

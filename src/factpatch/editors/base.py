@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
+from factpatch.data.revisions import Revision
 from factpatch.deltas import Delta
+from factpatch.errors import InputError
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
@@ -33,6 +35,14 @@ class EditMethod(Protocol):
         Methods that compute the stacks directly override this.
         """
         return stack_patches(self.propose(model, edits), model.layers)
+
+    def calibrated(self, model: TaskModel, sample: Sequence[Revision]) -> Self:
+        """The method, fitted to revisions that are not measured. Most methods need no such sample."""
+        return self
+
+    def propose_together(self, model: TaskModel, edits: Sequence[FactEdit]) -> Patch:
+        """One patch for all edits, if the method has its own way of editing many facts at once."""
+        raise InputError(f"the method {self.name} edits one fact at a time; merge its patches with --merge solve")
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
         """The settings that distinguish this method from others of the same name, for result files."""

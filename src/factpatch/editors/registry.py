@@ -40,6 +40,7 @@ def register(name: str, label: str, path: str, trainable: bool = False) -> None:
 
 
 register("hyper", "KnowledgeEditor", "factpatch.editors.hypernetwork:HyperNetwork", trainable=True)
+register("mend", "MEND", "factpatch.editors.mend:Mend", trainable=True)
 register("finetune", "Fine-tune", "factpatch.editors.finetune:FineTune")
 register("zhu", "Zhu et al.", "factpatch.editors.finetune:Zhu")
 register("gradient", "Gradient", "factpatch.editors.finetune:GradientStep")
