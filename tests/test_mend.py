@@ -1,4 +1,4 @@
-"""MEND: its formula, its start at the identity, its statistics, its folder, and a training run from the command line."""
+"""MEND: its formula, its start at the identity, its statistics, its folder, and a short training run."""
 
 from __future__ import annotations
 

@@ -43,12 +43,23 @@ def evaluate(
     output: Annotated[Path, typer.Option(help="Folder for summary.json, edits.jsonl and the data for figures.")],
     method: Annotated[
         str | None,
-        typer.Option(help="Method that needs no training: finetune, zhu or gradient. Default: the method of --editor."),
+        typer.Option(
+            help="Method that needs no training: finetune, zhu, ultraedit, lora, memit, prompt or gradient. "
+            "Default: the method of --editor."
+        ),
     ] = None,
     editor: Annotated[str | None, typer.Option(help='Folder of an editor trained for this model, or "world".')] = None,
     layers: Annotated[
         str | None,
-        typer.Option(help="Weights that a baseline changes: all (default), a block's name, or block to --select one."),
+        typer.Option(
+            help="Weights that a method without training changes: all, a block's name, a pattern such as '*.mlp.*', "
+            "mlp:3 for the feed-forward weights of the last 3 blocks, or block to --select one. "
+            "Default: the method's own choice."
+        ),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Another option of the method: KEY=VALUE, such as lr=1e-4. May be repeated."),
     ] = None,
     bound: Annotated[float | None, typer.Option(help="For zhu: maximum change of each weight.")] = None,
     select: Annotated[
@@ -69,11 +80,17 @@ def evaluate(
     ] = None,
     merge: Annotated[
         str,
-        typer.Option(help="How --together puts N facts into one model: solve (least squares), scope or sum."),
+        typer.Option(
+            help="How --together puts N facts into one model: solve (least squares), scope, sum, "
+            "or own (as the method itself does, for ultraedit and memit)."
+        ),
     ] = "solve",
     others: Annotated[
         str | None,
-        typer.Option(help="Revision file that --merge is fitted to. Default: the part of --data that is not measured."),
+        typer.Option(
+            help="Revision file that --merge, ultraedit and memit are fitted to. "
+            "Default: the part of --data that is not measured."
+        ),
     ] = None,
     scope: Annotated[
         str | None, typer.Option(help="For --merge scope: file of a trained scope. Default: an untrained scope.")
@@ -100,15 +117,16 @@ def evaluate(
     """
     updates = max_updates or (MAX_UPDATES if loop else 1)
     _check_options(method, editor, layers, bound, select, valid, updates)
+    options = _parse_options(setting, editor, select)
     sizes = _parse_sizes(together)
-    if not sizes and (others or scope):
+    if not sizes and (scope or (others and not _needs_sample(method))):
         raise typer.BadParameter("--others and --scope are only used by --together; add it, or leave them out")
     if scope and merge != "scope":
         raise typer.BadParameter("--scope is only used by --merge scope")
     check_writable(output)
     with working("loading"):
         from factpatch.data.holdout import hash_shuffled
-        from factpatch.data.revisions import load_revisions
+        from factpatch.data.revisions import load_revisions, teachable
         from factpatch.device import find_device
         from factpatch.evaluation import COVERED, Together, count_joint_edits, precise, sampled
         from factpatch.evaluation import evaluate as run
@@ -126,20 +144,26 @@ def evaluate(
         fitted_to = load_revisions(others, task_model, on_bad, warn) if others else None
     with precise(task_model, precision, baseline=editor is None):
         sample, controls = sampled(task_model, revisions, edits, retain, seed)
-        if joint:
+        unused: list[Revision] = []
+        if joint or _needs_sample(method):
             unused = fitted_to if fitted_to is not None else _without(revisions, [*sample, *controls])
             if not unused:  # nothing is fitted to inputs that it is measured on
                 unused, controls = controls[::2], controls[1::2]
-            joint = replace(joint, others=hash_shuffled(unused, seed))
+            unused = hash_shuffled(unused, seed)
+        if joint:
+            joint = replace(joint, others=unused)
         total = (min(len(sample), COVERED) if sizes else len(sample)) + count_joint_edits(len(sample), sizes)
         tried: list[dict[str, Any]] = []
         if select:
             left = to_choose_on if to_choose_on is not None else _without(revisions, sample)
             chosen, tried = _selected(task_model, method == "zhu", layers or "all", left, seed)
         else:
-            chosen = _method(task_model, method, editor, layers, bound, updates)
+            chosen = _method(task_model, method, editor, {"layers": layers, "bound": bound, **options}, updates)
+            if chosen.needs_sample:
+                chosen = chosen.calibrated(task_model, teachable(task_model, unused))
         settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed}
-        settings |= {"others": others, "scope": scope} if joint else {}
+        settings |= {"others": others, "scope": scope} if joint else {"others": others} if others else {}
+        settings |= {"set": options} if options else {}
         with progress_bar("editing", total) as advance:
             result = run(chosen, task_model, sample, controls, output, settings, advance, joint, tried)
     if not is_main_process() or result is None:
@@ -198,6 +222,24 @@ def _check_method(method: str | None, editor: str | None) -> None:
         raise typer.BadParameter(f"the method {method} takes no --editor")
 
 
+def _needs_sample(method: str | None) -> bool:
+    from factpatch.editors import find_method
+
+    return method is not None and find_method(method).load_class().needs_sample
+
+
+def _parse_options(settings: list[str] | None, editor: str | None, select: bool) -> dict[str, Any]:
+    from factpatch.training.settings import read_settings
+
+    if settings and (editor is not None or select):
+        raise typer.BadParameter("--set gives options to a --method without --editor and without --select")
+    problems: list[str] = []
+    options = read_settings(settings or [], problems)
+    if problems:
+        raise typer.BadParameter("; ".join(problems), param_hint="--set")
+    return options
+
+
 def _parse_sizes(text: str | None) -> tuple[int, ...]:
     try:
         sizes = tuple(int(number) for number in text.split(",")) if text else ()
@@ -209,12 +251,12 @@ def _parse_sizes(text: str | None) -> tuple[int, ...]:
 
 
 def _method(
-    model: TaskModel, method: str | None, editor: str | None, layers: str | None, bound: float | None, updates: int
+    model: TaskModel, method: str | None, editor: str | None, options: dict[str, Any], updates: int
 ) -> EditMethod:
     from factpatch.editors import Looped, create_method, load_editor
 
     if editor is None:
-        return create_method(str(method), layers=layers, bound=bound)
+        return create_method(str(method), **options)
     loaded = load_editor(editor, model.device)
     if method not in (None, loaded.name):
         raise InputError(f"{editor} holds an editor of the kind {loaded.name}, not {method}; leave --method out")

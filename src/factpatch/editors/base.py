@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from factpatch.data.revisions import Revision
 from factpatch.deltas import Delta
@@ -15,6 +15,8 @@ from factpatch.patch import Patch, stack_patches
 
 class EditMethod(Protocol):
     """The interface of all edit methods. `propose` leaves the model unchanged, even if it raises."""
+
+    needs_sample: ClassVar[bool] = False  # whether `calibrated` must be called before the method is used
 
     @property
     def name(self) -> str:
@@ -37,7 +39,7 @@ class EditMethod(Protocol):
         return stack_patches(self.propose(model, edits), model.layers)
 
     def calibrated(self, model: TaskModel, sample: Sequence[Revision]) -> Self:
-        """The method, fitted to revisions that are not measured. Most methods need no such sample."""
+        """The method, fitted to revisions that are not measured. Most methods return themselves."""
         return self
 
     def propose_together(self, model: TaskModel, edits: Sequence[FactEdit]) -> Patch:

@@ -1,4 +1,4 @@
-"""Ways to hold many facts in one model: patches that are summed, merged by least squares or chosen by scope."""
+"""Ways to hold many facts in one model: patches that are summed, merged, chosen by scope, or made together."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ MERGES: dict[str, Callable[[TaskModel, Group, str | None], Measure]] = {
     "sum": by_sum,
     "solve": by_solve,
     "scope": by_scope,
+    "own": by_sum,  # of the one patch that the method itself makes for the whole group
 }
 
 
