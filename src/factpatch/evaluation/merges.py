@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 
 from factpatch.covariance import Covariance
-from factpatch.data.revisions import Revision, edit_of
+from factpatch.data.revisions import Revision, edit_of, measured_texts
 from factpatch.errors import InputError
 from factpatch.evaluation.measure import Examined, Examiner
 from factpatch.evaluation.outcomes import outcome
@@ -43,7 +43,7 @@ def by_scope(model: TaskModel, others: Group, scope: str | None) -> Measure:
     def measure(examiner: Examiner, patches: Sequence[Patch], group: Group) -> list[Examined]:
         fitted.index([revision.input for revision in group])
         fitted.calibrate_index(list(readable))
-        own = list(dict.fromkeys(text for r in group for text in (r.input, *r.rephrases, *r.human_rephrases)))
+        own = list(dict.fromkeys(text for revision in group for text in measured_texts(revision)))
         controls = [other.input for other in examiner.others]
         answers = predict_scoped(model, fitted, patches, [*own, *controls])
         says, says_others = dict(zip(own, answers, strict=False)), answers[len(own) :]
