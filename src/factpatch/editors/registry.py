@@ -44,6 +44,8 @@ register("mend", "MEND", "factpatch.editors.mend:Mend", trainable=True)
 register("finetune", "Fine-tune", "factpatch.editors.finetune:FineTune")
 register("zhu", "Zhu et al.", "factpatch.editors.finetune:Zhu")
 register("ultraedit", "UltraEdit", "factpatch.editors.ultraedit:UltraEdit")
+register("lora", "LoRA", "factpatch.editors.lora:LoRA")
+register("prompt", "Fact in the prompt", "factpatch.editors.prompt:FactInPrompt")
 register("gradient", "Gradient", "factpatch.editors.finetune:GradientStep")
 
 
