@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,11 +130,16 @@ class Covariance:
 
     @classmethod
     def compute(
-        cls, model: TaskModel, texts: Iterable[str], predictions: Mapping[str, str] | None = None
+        cls,
+        model: TaskModel,
+        texts: Iterable[str],
+        predictions: Mapping[str, str] | None = None,
+        weights: Collection[str] | None = None,
     ) -> Covariance:
         """Computes C. Empty texts and texts too long for the model are skipped.
 
         `predictions` may supply answers of the model that are already known, so that they are not generated again.
+        `weights` limits C to the inputs of these weights.
         """
         sample = sorted(model.encode_readable(list(texts)))
         if not sample:
@@ -144,6 +149,7 @@ class Covariance:
             known.update(zip(missing, model.predict(missing), strict=True))
         examples = [(text, known.get(text, "")) for text in sample]
         readers = find_readers(model, examples[0])
+        readers = {name: key for name, key in readers.items() if weights is None or name in weights}
         sizes = {name: weight_shape(model.layers[name])[1] ** 2 for name in dict.fromkeys(readers.values())}
         keep = torch.float64 if model.model.dtype == torch.float64 else torch.float32
         moments: dict[str, Tensor] = {}
