@@ -20,8 +20,8 @@ from factpatch.device import find_device, surroundings, to_device
 from factpatch.errors import InputError
 from factpatch.files import files_into
 from factpatch.metrics import accuracy
-from factpatch.models import Classifier, Seq2Seq, TaskModel, load_model
-from factpatch.models.seq2seq import MAX_ANSWER_TOKENS
+from factpatch.models import Classifier, TaskModel, load_model
+from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
 from factpatch.processes import accelerator_on
 from factpatch.training.examples import Example, batches_from, labels_of, read_answered
 from factpatch.training.run import Run, copy_of, sum_gradients, summed, within_error_of_best
@@ -251,12 +251,9 @@ class Fit(Run):
             raise InputError(f"the model can generate {most} tokens, this answer has {tokens}; shorten or remove it")
 
     def _set_answer_length(self, examples: Sequence[Example]) -> None:
-        """Limits answers to the length of the longest target, in the generation settings saved with the model."""
-        model = self.model
-        assert isinstance(model, Seq2Seq)
-        model.limit_answers(min(MAX_ANSWER_TOKENS, max(len(e.target) for e in examples)))
-        model.generation.length_penalty = 0.0  # find the most likely answer, without a bonus for its length
-        model.model.generation_config = model.generation
+        """Limits answers to the length of the longest target, which is saved with the model."""
+        assert isinstance(self.model, TextModel)
+        self.model.fit_answers(min(MAX_ANSWER_TOKENS, max(len(e.target) for e in examples)))
 
     def _save(self, result: dict[str, Any]) -> None:
         """Writes the model's folder, including its settings and the held-out facts of train."""
