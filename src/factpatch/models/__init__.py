@@ -19,7 +19,7 @@ from factpatch.facts import normalize
 from factpatch.models.base import TaskModel
 from factpatch.models.causal import Causal, read_settings
 from factpatch.models.classifier import Classifier
-from factpatch.models.gguf import check_gguf, find_gguf
+from factpatch.models.gguf import check_gguf, dequantized, find_gguf, make_plain
 from factpatch.models.layers import editable_layers
 from factpatch.models.rows import Rows
 from factpatch.models.seq2seq import Seq2Seq
@@ -76,9 +76,10 @@ def _read_model(
 ) -> tuple[TaskModel, list[str]]:
     """Reads a model in the precision it is stored in, and lists the weights that are missing from its files."""
     options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    unpacking: dict[str, Any] = {}
     if local and (file := find_gguf(Path(source))):
         check_gguf(file)
-        source, options["gguf_file"] = str(file.parent), file.name
+        source, options["gguf_file"], unpacking = str(file.parent), file.name, dequantized()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -88,8 +89,15 @@ def _read_model(
         kind = kind_of(config, task)
         _adapt_config(config, labels, dropout)
         model, info = kind.auto_class.from_pretrained(
-            source, config=config, ignore_mismatched_sizes=labels is not None, output_loading_info=True, **options
+            source,
+            config=config,
+            ignore_mismatched_sizes=labels is not None,
+            output_loading_info=True,
+            **options,
+            **unpacking,
         )
+        if "gguf_file" in options:
+            make_plain(model)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
 
 from factpatch.errors import ModelError
 
@@ -39,3 +43,19 @@ def check_gguf(path: Path) -> None:
             f"{path} holds a model of the architecture {architecture}, which transformers cannot read from GGUF; "
             "use the model's Hugging Face folder"
         )
+
+
+def dequantized() -> dict[str, Any]:
+    """The option of `from_pretrained` that unpacks all weights. Older versions of transformers always unpack them."""
+    config_class = getattr(transformers, "GgufConfig", None)
+    return {"quantization_config": config_class(dequantize=True)} if config_class else {}
+
+
+def make_plain(model: PreTrainedModel) -> None:
+    """Removes the marks of quantisation from a model with dequantised weights, so that it can be cast and saved."""
+    for name in ("hf_quantizer", "quantization_method"):
+        if name in vars(model):
+            delattr(model, name)
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config

@@ -48,9 +48,8 @@ class Stops:
         texts = [text.strip(" ") for text in tokenizer.batch_decode([[token] for token in range(len(tokenizer))])]
         last_words = [_LAST_WORD.search(text) for text in texts]
         tails = {word[n:] for word in ABBREVIATIONS for n in range(len(word))}
-        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         breaks = [token for token, text in enumerate(texts) if "\n" in text]
-        self.end_tokens = frozenset([*end_tokens, *special, *breaks])
+        self.end_tokens = frozenset([*end_tokens, *tokenizer.all_special_ids, *breaks])
         full_stops = [
             token for token, text in enumerate(texts) if text.endswith(".") and not _LAST_WORD.search(text[:-1])
         ]

@@ -1,4 +1,4 @@
-"""Fine-tunes classifiers of claims, and encoder-decoders that answer questions (De Cao et al., 2021, appendix)."""
+"""Fine-tunes classifiers of claims, and models that answer questions (De Cao et al., 2021, appendix)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class FitConfig:
     weight_decay: float = 1e-2
     max_tokens: int = 32  # longer inputs are truncated
     entropy: float = 0.1  # classifiers: weight of the predictions' entropy, which is subtracted from the loss
-    label_smoothing: float = 0.1  # encoder-decoders
+    label_smoothing: float = 0.1  # answers
+    template: str | None = None  # decoders: how a question becomes a prompt; None: what the model's folder records
     dropout: float | None = None  # None: as in the model's config
     labels: list[str] | None = None  # allowed labels; None: those of the training file
     holdout: int | None = None  # records of train that choose the best weights; None: 1000 claims or 500 facts, ≤ 10 %
@@ -157,7 +158,9 @@ class Fit(Run):
     def _load(self, labels: list[str] | None) -> None:
         config = self.config
         self.accelerator = accelerator_on(find_device(self.device))
-        self.model = load_model(self.model_name, self.device, torch.float32, config.task, labels, config.dropout)
+        self.model = load_model(
+            self.model_name, self.device, torch.float32, config.task, labels, config.dropout, config.template
+        )
         self.network = self.model.model.to(self.accelerator.device)
 
     # The loop
