@@ -70,9 +70,7 @@ class Memit(EditMethod):
         known = {revision.input: revision.prediction for revision in sample[:TEXTS]}
         covariance = Covariance.compute(model, known, known, set(weights.values()))
         shortest = sorted(sample[:TEXTS], key=lambda r: (len(r.input) + len(r.prediction), r.id))[: self.contexts]
-        return replace(
-            self, _covariance=covariance, _prefixes=tuple(f"{r.input} {r.prediction}. " for r in shortest)
-        )
+        return replace(self, _covariance=covariance, _prefixes=tuple(f"{r.input} {r.prediction}. " for r in shortest))
 
     @torch.inference_mode(False)
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
