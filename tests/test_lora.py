@@ -13,14 +13,14 @@ from factpatch.editors import create_method
 from factpatch.editors.lora import LoRA, _adapter
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
-from factpatch.models import Seq2Seq, TaskModel
+from factpatch.models import Causal, Seq2Seq, TaskModel
 
 peft = pytest.importorskip("peft")
 
 
 @pytest.fixture
 def short_edits(model: TaskModel) -> list[FactEdit]:
-    if isinstance(model, Seq2Seq):
+    if isinstance(model, Seq2Seq | Causal):
         model.limit_answers(5)
     return model.resolve([FactEdit(x, tiny.other_answer(model, x)) for x in QUESTIONS[:2]])
 
@@ -36,7 +36,7 @@ def test_it_makes_the_model_say_it(model: TaskModel, short_edits: list[FactEdit]
     assert patches[0].deltas.keys() == model.layers.keys()
 
 
-@pytest.mark.parametrize("architecture", ["bert", "gpt2", "bart"])
+@pytest.mark.parametrize("architecture", ["bert", "gpt2", "bart", "llama"])
 def test_the_patch_is_the_adapter(model: TaskModel, short_edits: list[FactEdit]) -> None:
     """One step of Adam from the start, where B = 0: only B moves, against the sign of its gradient."""
     model.cast(torch.float64)

@@ -21,7 +21,7 @@ from factpatch.evaluation.measure import Examiner
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.facts import FactEdit
 from factpatch.metrics import Outcome, intervals, summary, value_names, wilson
-from factpatch.models import Seq2Seq, TaskModel
+from factpatch.models import Causal, Seq2Seq, TaskModel
 from factpatch.models.base import TOKENS_PER_BATCH
 
 X = Revision(
@@ -231,10 +231,10 @@ def test_scores_that_are_not_finite_are_an_error() -> None:
         Examiner(model, given, 2, scores=True).examine({name: change}, edits)
 
 
-@pytest.mark.parametrize("architecture", tiny.SEQ2SEQS)
+@pytest.mark.parametrize("architecture", [*tiny.SEQ2SEQS, *tiny.DECODERS])
 def test_forced_accuracy_is_that_of_each_edited_model(model: TaskModel) -> None:
     """Many edits with unequal numbers of paraphrases, compared with one forward pass per text."""
-    assert isinstance(model, Seq2Seq)
+    assert isinstance(model, Seq2Seq | Causal)
     model.limit_answers(6)
     targets = ["gitega", "paris and rundi"]
     known = [replace(r, alternatives=(targets[i % 2],)) for i, r in enumerate(revisions(model, 5))]

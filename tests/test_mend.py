@@ -20,6 +20,7 @@ from factpatch.errors import InputError
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
 from factpatch.models.layers import block_names, feed_forward_weights
+from factpatch.patch import weight_shape
 from factpatch.training.lagrangian import Lagrangian
 
 
@@ -42,12 +43,14 @@ def test_the_feed_forward_weights_are_those_outside_attention(model: TaskModel) 
     found = feed_forward_weights(model.model, model.layers)
     assert list(found) == block_names(model.layers)
     hidden, inner = 32, 48 if "gpt2" not in model.model.config.model_type else 128
+    gated = model.model.config.model_type in ("llama", "qwen2", "gemma3_text")
     for names in found.values():
-        assert len(names) == 2, names
-        shapes = [tuple(sorted(model.layers[name].weight.shape)) for name in names]
-        assert shapes == [(hidden, inner)] * 2
+        assert len(names) == 2 + gated, names
+        shapes = [weight_shape(model.layers[name]) for name in names]
+        assert shapes == [(inner, hidden)] * (1 + gated) + [(hidden, inner)], "the down-projection comes last"
     last = feed_forward_weights(model.model, model.layers, blocks=1)
-    assert [block for block in found if block.endswith(".1")] == list(last), "the last block of each stack"
+    final = "2" if model.model.config.model_type == "gemma3_text" else "1"
+    assert [block for block in found if block.endswith(f".{final}")] == list(last), "the last block of each stack"
 
 
 def reference(editor: Mend, model: TaskModel, edit: FactEdit, name: str) -> torch.Tensor:
@@ -83,7 +86,7 @@ def test_patches_are_the_formula(model: TaskModel, edits: list[FactEdit]) -> Non
             torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "bart"])
+@pytest.mark.parametrize("architecture", ["bert", "bart", "llama"])
 def test_a_new_editor_takes_a_step_along_the_normalised_gradient(model: TaskModel, edits: list[FactEdit]) -> None:
     """At first the network is the identity, and yet all its parameters that matter have a gradient."""
     editor = calibrated(model)

@@ -19,7 +19,7 @@ from factpatch.evaluation import predicted_now
 from factpatch.evaluation.forced import forced_accuracies
 from factpatch.evaluation.prompted import PromptExaminer
 from factpatch.facts import FactEdit, normalize, same
-from factpatch.models import Seq2Seq, load_model
+from factpatch.models import Causal, Seq2Seq, load_model
 
 
 def test_the_form() -> None:
@@ -32,10 +32,10 @@ def test_the_form() -> None:
             FactInPrompt(form)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "bart"])
+@pytest.mark.parametrize("architecture", ["bert", "bart", "llama"])
 def test_outcomes_are_those_of_prompted_answers(architecture: str) -> None:
     model = tiny.build(architecture)
-    if isinstance(model, Seq2Seq):
+    if isinstance(model, Seq2Seq | Causal):
         model.limit_answers(4)
     near = Neighbour("who leads africa ?", "")
     known = predicted_now(model, [replace(r, neighbours=(near,)) for r in revisions(model, 6)])

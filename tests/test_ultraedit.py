@@ -66,7 +66,7 @@ def test_single_edits_are_the_formula(model: TaskModel, edits: list[FactEdit]) -
             torch.testing.assert_close(dense(patch, name), expected, rtol=1e-5, atol=1e-10)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "gpt2", "bart", "t5"])
+@pytest.mark.parametrize("architecture", ["bert", "gpt2", "bart", "t5", "llama"])
 def test_many_edits_are_made_in_turns(model: TaskModel) -> None:
     """The second turn runs on the model that the first has edited, and is normalised by the tokens of both."""
     model.cast(torch.float64)
@@ -90,7 +90,7 @@ def test_many_edits_are_made_in_turns(model: TaskModel) -> None:
     assert joint.edits == tuple(edits)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "bart"])
+@pytest.mark.parametrize("architecture", ["bert", "bart", "llama"])
 def test_edits_succeed(model: TaskModel) -> None:
     (edit,) = model.resolve([FactEdit(QUESTIONS[0], tiny.other_answer(model, QUESTIONS[0]))])
     sample = [r for r in revisions(model, 12) if r.alternatives]

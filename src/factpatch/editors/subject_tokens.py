@@ -21,8 +21,9 @@ class Located:
     edits: int
 
     def at_tokens(self, values: Tensor) -> Tensor:
-        """Picks from (rows, tokens, width): (edits, contexts, width)."""
-        picked = values[torch.arange(len(values), device=values.device), self.positions]
+        """Picks the rows' tokens from (rows, tokens, width) or (rows·tokens, width): (edits, contexts, width)."""
+        rows = torch.arange(len(self.rows), device=values.device)
+        picked = values.reshape(len(rows), -1, values.shape[-1])[rows, self.positions]
         return picked.view(self.edits, -1, values.shape[-1])
 
 
