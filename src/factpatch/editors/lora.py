@@ -15,7 +15,8 @@ from factpatch.editors.base import EditMethod
 from factpatch.editors.layer_choice import chosen_layers
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
-from factpatch.models import TaskModel
+from factpatch.models import Rows, TaskModel
+from factpatch.models.forced import token_accuracy
 from factpatch.patch import Patch
 
 ADAPTER = "default"  # PEFT's name for the only adapter of a model
@@ -51,9 +52,8 @@ class LoRA(EditMethod):
             parameters = [p for layer in adapted.values() for p in layer.parameters() if p.requires_grad]
             optimizer = torch.optim.Adam(parameters, lr=self.lr)
             for _ in range(self.steps):
-                with torch.no_grad():
-                    if same(model.decide(rows)[0][0], edit.a):
-                        break
+                if _says(model, rows, edit.a):
+                    break
                 with torch.enable_grad():
                     loss = model.losses(rows).sum()
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -65,6 +65,14 @@ class LoRA(EditMethod):
                 if not model.losses(rows).isfinite().all():
                     raise InputError(f"LoRA fine-tuning diverged for {edit.x!r}: the loss is not finite; lower lr")
         return Patch({**deltas}, model.fingerprint, self.name, (edit,))
+
+
+@torch.no_grad()
+def _says(model: TaskModel, rows: Rows, target: str) -> bool:
+    """Whether the model gives the target. A decoder generates only once each token of the target is the most likely."""
+    if model.kind == "causal" and token_accuracy(model, rows).item() < 1:
+        return False
+    return same(model.decide(rows)[0][0], target)
 
 
 def _factors(layer: Any) -> LowRank:

@@ -7,14 +7,10 @@ own, so these figures are higher.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-
-import torch
-from torch import Tensor
 
 from factpatch.data.revisions import Revision, edit_of
-from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import NO_TARGET, POSITIONS_AT_ONCE
+from factpatch.models import TaskModel
+from factpatch.models.forced import token_accuracy
 
 Accuracies = dict[str, dict[str, float]]  # by revision id, then by text
 
@@ -37,23 +33,7 @@ def forced_accuracies(model: TaskModel, groups: Sequence[Sequence[Revision]], pa
     for batch in model.batches(lengths):
         places = [(e, k) for e in range(len(groups)) for k in batch]
         rows = model.collate([encoded[k][e] for e, k in places], [targets[k][e] for e, k in places])
-        for (e, k), share in zip(places, _token_accuracy(model, rows).tolist(), strict=True):
+        for (e, k), share in zip(places, token_accuracy(model, rows).tolist(), strict=True):
             revision, text = columns[k][e]
             found[e].setdefault(revision.id, {})[text] = share
     return found
-
-
-def _token_accuracy(model: TaskModel, rows: Rows) -> Tensor:
-    """The share of each row's target tokens that are the most likely ones, without start and end tokens: (rows,)."""
-    assert rows.labels is not None
-    labels = rows.labels.flatten()
-    tokenizer = model.tokenizer
-    around = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    ignored = torch.tensor([NO_TARGET, *(one for one in around if one is not None)], device=labels.device)
-    positions = torch.isin(labels, ignored, invert=True).nonzero().squeeze(1)
-    features = model.features(replace(rows, target_positions=positions))
-    best = [model.scores(part).argmax(-1) for part in features.split(POSITIONS_AT_ONCE)]
-    row = positions // rows.labels.shape[1]
-    right = torch.cat(best).eq(labels[positions]).float()
-    counts = torch.bincount(row, minlength=len(rows)).clamp(min=1)
-    return torch.zeros(len(rows), device=labels.device).index_add(0, row, right) / counts
