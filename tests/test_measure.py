@@ -253,6 +253,7 @@ def test_forced_accuracy_is_that_of_each_edited_model(model: TaskModel) -> None:
             rows = model.rows([text], [target])
             with patch.applied(model), torch.no_grad():
                 best = model.logits(rows)[0].argmax(-1)
+            assert rows.labels is not None
             start = rows.labels[0].tolist().index(words[0])
             shares.append(best[start : start + len(words)].eq(torch.tensor(words)).float().mean().item())
         assert examined.outcome.values["forced_success"] == pytest.approx(shares[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import tiny
 import torch
 from conftest import QUESTIONS, assert_untouched, weights_of
-from samples import revisions
+from samples import revisions, write_revisions
 
 from factpatch.editors import load_editor
 from factpatch.editors.mend import SPEED, Mend, MendConfig
@@ -104,8 +105,9 @@ def test_a_new_editor_takes_a_step_along_the_normalised_gradient(model: TaskMode
             torch.testing.assert_close(deltas[name].tensors["B"], -rate * g, rtol=1e-4, atol=1e-9)
     sum(d.dense().square().sum() for d in deltas.values()).backward()
     for group in editor.groups.values():
-        assert group.U.grad.abs().sum() > 0
-        assert group.log_rate.grad.abs().sum() > 0
+        for parameter in (group.U, group.log_rate):
+            assert parameter.grad is not None
+            assert parameter.grad.abs().sum() > 0
 
 
 def test_statistics_are_those_of_all_tokens_with_a_gradient() -> None:
@@ -183,3 +185,20 @@ def test_the_command_line_trains_and_evaluates_it(
     wrong = run("train", *common, "--train", claims, "--output", tmp_path / "no", "--method", "finetune")
     assert wrong.code == 1
     assert "method=finetune cannot be trained; choose one of hyper, mend" in wrong.err
+
+
+def test_a_decoder_gets_an_editor(tmp_path: Path, run: Callable[..., Any]) -> None:
+    """With the preset, whose multiplier is constant, made small for a test."""
+    model = tiny.build("llama")
+    model.save(tmp_path / "model")
+    data = write_revisions(tmp_path / "data.jsonl", model, 40)
+    settings = "edits=4 rows=4 editor.rank=8 validations=1 validation_edits=2 validation_inputs=2 final_edits=2"
+    small = [word for setting in settings.split() for word in ("--set", setting)]
+    options = ["--model", tmp_path / "model", "--train", data, "--output", tmp_path / "run", "--config", "mend"]
+    result = run("train", *options, *small, "--steps", 3, "--device", "cpu", "--json").json
+    assert result["steps"] == 3
+    editor = load_editor(tmp_path / "run")
+    assert isinstance(editor, Mend)
+    assert editor.config.rate == 1e-5
+    (record,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert record["kl_multiplier"] == 10.0
