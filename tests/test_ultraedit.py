@@ -128,4 +128,7 @@ def test_the_command_line(checker: Path, claims: Path, tmp_path: Path, run: Call
     wrong = ["--method", "finetune", "--together", "2", "--merge", "own", "--output", tmp_path / "no"]
     refused = run("evaluate", *common, *wrong)
     assert (refused.code, "finetune edits one fact at a time" in refused.err) == (1, True)
-    assert "no option speed" in run("evaluate", *common, *mine, "--set", "speed=1", "--output", tmp_path / "no").err
+    common += ["--output", tmp_path / "no"]
+    assert "lr='fast' must be a number" in run("evaluate", *common, "--method", "ultraedit", "--set", "lr=fast").err
+    assert "options above 0, found turn=0" in run("evaluate", *common, "--method", "ultraedit", "--set", "turn=0").err
+    assert "no option speed" in run("evaluate", *common, *mine, "--set", "speed=1").err

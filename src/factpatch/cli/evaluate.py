@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.markup import escape
@@ -119,7 +119,7 @@ def evaluate(
     """
     updates = max_updates or (MAX_UPDATES if loop else 1)
     _check_options(method, editor, layers, bound, select, valid, updates)
-    options = _parse_options(setting, editor, select)
+    options = _parse_options(setting, method, editor, select)
     sizes = _parse_sizes(together)
     if not sizes and (scope or (others and not _needs_sample(method))):
         raise typer.BadParameter("--others and --scope are only used by --together; add it, or leave them out")
@@ -230,13 +230,20 @@ def _needs_sample(method: str | None) -> bool:
     return method is not None and find_method(method).load_class().needs_sample
 
 
-def _parse_options(settings: list[str] | None, editor: str | None, select: bool) -> dict[str, Any]:
-    from factpatch.training.settings import read_settings
-
-    if settings and (editor is not None or select):
+def _parse_options(settings: list[str] | None, method: str | None, editor: str | None, select: bool) -> dict[str, Any]:
+    """The method's options from --set, with the types that the method declares."""
+    if not settings:
+        return {}
+    if editor is not None or select:
         raise typer.BadParameter("--set gives options to a --method without --editor and without --select")
+    from factpatch.editors import find_method
+    from factpatch.training.settings import read_settings, typed
+
     problems: list[str] = []
-    options = read_settings(settings or [], problems)
+    options = read_settings(settings, problems)
+    kind = find_method(str(method)).load_class()
+    known = {key: value for key, value in options.items() if key in get_type_hints(kind)}
+    options |= typed(kind, known, problems, {})  # create_method refuses the others
     if problems:
         raise typer.BadParameter("; ".join(problems), param_hint="--set")
     return options

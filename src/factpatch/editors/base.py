@@ -49,3 +49,10 @@ class EditMethod(Protocol):
     def describe(self, model: TaskModel) -> dict[str, Any]:
         """The settings that distinguish this method from others of the same name, for result files."""
         ...
+
+
+def check_above_zero(method: EditMethod, *options: str) -> None:
+    """Raises an InputError if one of a method's options is not a finite number above 0."""
+    wrong = [f"{key}={getattr(method, key)}" for key in options if not 0 < getattr(method, key) < float("inf")]
+    if wrong:
+        raise InputError(f"the method {method.name} needs options above 0, found {', '.join(wrong)}")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from factpatch.deltas import LowRank
-from factpatch.editors.base import EditMethod
+from factpatch.editors.base import EditMethod, check_above_zero
 from factpatch.editors.layer_choice import chosen_layers
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
@@ -31,6 +31,9 @@ class LoRA(EditMethod):
     alpha: float = 16.0
     lr: float = 1e-3
     steps: int = 100  # maximum
+
+    def __post_init__(self) -> None:
+        check_above_zero(self, "rank", "alpha", "lr", "steps")
 
     @property
     def name(self) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from factpatch.covariance import Covariance
 from factpatch.data.revisions import Revision
 from factpatch.deltas import Delta, LowRank, unstack
-from factpatch.editors.base import EditMethod
+from factpatch.editors.base import EditMethod, check_above_zero
 from factpatch.editors.subject_tokens import Located, locate
 from factpatch.engine import edited
 from factpatch.errors import InputError
@@ -52,6 +52,9 @@ class Memit(EditMethod):
     _covariance: Covariance | None = field(default=None, repr=False)
     _prefixes: tuple[str, ...] = field(default=(), repr=False)
     needs_sample = True
+
+    def __post_init__(self) -> None:
+        check_above_zero(self, "blocks", "ridge", "lr", "steps", "clamp")
 
     @property
     def name(self) -> str:
@@ -101,8 +104,8 @@ class Memit(EditMethod):
             raise InputError(f"the method memit edits decoders only, and this model is a {model.kind}; choose another")
         found = feed_forward_weights(model.model, model.layers)
         last = int(DEPTH * len(found)) if self.last is None else self.last
-        if not 0 <= last < len(found) or self.blocks < 1:
-            raise InputError(f"the model has blocks 0 to {len(found) - 1}, found last={last} and blocks={self.blocks}")
+        if not 0 <= last < len(found):
+            raise InputError(f"the model has blocks 0 to {len(found) - 1}, found last={last}; choose one of these")
         return {block: names[-1] for block, names in list(found.items())[max(0, last + 1 - self.blocks) : last + 1]}
 
     def _optimised(self, model: TaskModel, located: Located) -> Tensor:

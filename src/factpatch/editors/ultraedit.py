@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from factpatch.data.revisions import Revision, edit_of
 from factpatch.deltas import Delta, LowRank, add, unstack
-from factpatch.editors.base import EditMethod
+from factpatch.editors.base import EditMethod, check_above_zero
 from factpatch.editors.layer_choice import chosen_layers
 from factpatch.editors.normalising import Moments, add_traces, normalised, with_gradient
 from factpatch.engine import Trace, capture, edited
@@ -42,6 +42,9 @@ class UltraEdit(EditMethod):
     turn: int = 100  # edits of one turn, if many facts are edited together
     _moments: Mapping[str, Moments] = field(default_factory=dict, repr=False)  # of a sample of edits, by weight
     needs_sample = True
+
+    def __post_init__(self) -> None:
+        check_above_zero(self, "lr", "turn")
 
     @property
     def name(self) -> str:
