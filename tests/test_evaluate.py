@@ -112,7 +112,7 @@ def test_every_method(
     [
         ([], "give a trained --editor, or a --method"),
         (["--method", "finetun"], "did you mean finetune?"),
-        (["--method", "magic"], "choose one of hyper, finetune"),
+        (["--method", "magic"], "choose one of hyper, mend, finetune"),
         (["--method", "hyper"], "give its folder with --editor"),
         (["--method", "finetune", "--editor", "world"], "takes no --editor"),
         (["--editor", "world", "--layers", "all"], "leave --layers out"),

@@ -125,3 +125,8 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match="cannot write"), atomic_file(tmp_path / "file" / "below") as scratch:
         scratch.write_text("")
+
+
+def test_an_edit_without_a_subject_is_stored_without_one() -> None:
+    assert FactEdit("x", "a", "y").to_dict() == {"x": "x", "a": "a", "y": "y"}
+    assert FactEdit(**FactEdit("x", "a", subject="s").to_dict()) == FactEdit("x", "a", subject="s")

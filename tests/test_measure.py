@@ -12,16 +12,16 @@ import torch
 from conftest import loud_editor
 from samples import revisions
 
-from factpatch.data.revisions import Revision, edit_of, editable
+from factpatch.data.revisions import Neighbour, Revision, edit_of, editable
 from factpatch.deltas import LowRank
-from factpatch.editors import HyperNetwork
+from factpatch.editors import GradientStep, HyperNetwork
 from factpatch.errors import InputError
 from factpatch.evaluation import measure, predicted_now
 from factpatch.evaluation.measure import Examiner
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.facts import FactEdit
 from factpatch.metrics import Outcome, intervals, summary, value_names, wilson
-from factpatch.models import Seq2Seq, TaskModel
+from factpatch.models import Causal, Seq2Seq, TaskModel
 from factpatch.models.base import TOKENS_PER_BATCH
 
 X = Revision(
@@ -80,6 +80,9 @@ def test_nothing_to_look_at() -> None:
         "equivalence": None,
         "equivalence_human": None,
         "deterioration": None,
+        "retain_neighbours": None,
+        "forced_success": None,
+        "forced_equivalence": None,
     }
 
 
@@ -96,6 +99,25 @@ def test_edits_made_together_are_no_control_inputs_of_each_other() -> None:
         X, "no", answers("no", "no", "no", "no"), ControlInputs(OTHERS), ["no", "yes", "no", "no"], together=OTHERS[:1]
     )
     assert found.values["retain"] == 1.0
+
+
+def test_neighbours_keep_their_answers() -> None:
+    """A neighbour that is one of the edited inputs, or a paraphrase of one, does not count."""
+    texts = {"Is Lyon in France?": "yes", "Is Nice in Spain?": "no", "does france have paris": "yes", "Is Rome?": "no"}
+    x = replace(X, neighbours=tuple(Neighbour(text, said) for text, said in texts.items()))
+    said = answers("no", "no", "no", "no") | texts | {"Is Nice in Spain?": "yes", "does france have paris": "no"}
+    alone = outcome(x, "no", said, ControlInputs(OTHERS), ["yes", "yes", "no", "no"])
+    assert alone.values["retain_neighbours"] == pytest.approx(2 / 3)
+    together = replace(OTHERS[0], input="is rome")
+    joint = outcome(x, "no", said, ControlInputs(OTHERS), ["yes", "yes", "no", "no"], together=[x, together])
+    assert joint.values["retain_neighbours"] == pytest.approx(1 / 2)
+
+
+def test_forced_accuracy_is_kept_apart_from_generated_answers() -> None:
+    """x itself counts as x and not as its own paraphrase."""
+    forced = {X.input: 0.5, X.rephrases[0]: 0.25, X.rephrases[1]: 1.0, X.human_rephrases[0]: 0.75}
+    found = outcome(X, "no", answers("no", "no", "no", "no"), ControlInputs(OTHERS), ["yes"] * 4, forced=forced)
+    assert (found.values["forced_success"], found.values["forced_equivalence"]) == (0.5, 0.5)
 
 
 def test_kl_counts_flipped_predictions() -> None:
@@ -207,3 +229,60 @@ def test_scores_that_are_not_finite_are_an_error() -> None:
     change.B[1].fill_(float("nan"))
     with pytest.raises(InputError, match=f"not finite after the edit of {edits[1].id}"):
         Examiner(model, given, 2, scores=True).examine({name: change}, edits)
+
+
+@pytest.mark.parametrize("architecture", [*tiny.SEQ2SEQS, *tiny.DECODERS])
+def test_forced_accuracy_is_that_of_each_edited_model(model: TaskModel) -> None:
+    """Many edits with unequal numbers of paraphrases, compared with one forward pass per text."""
+    assert isinstance(model, Seq2Seq | Causal)
+    model.limit_answers(6)
+    targets = ["gitega", "paris and rundi"]
+    known = [replace(r, alternatives=(targets[i % 2],)) for i, r in enumerate(revisions(model, 5))]
+    known = [replace(known[0], rephrases=(), human_rephrases=()), *known[1:]]
+    method = GradientStep(lr=1e-1)
+    patches = method.propose(model, [edit_of(r) for r in known])
+    found = Examiner(model, known[:2], len(known), scores=True).examine(
+        method.changes(model, [edit_of(r) for r in known]), known
+    )
+    seen = set()
+    for revision, patch, examined in zip(known, patches, found, strict=True):
+        target = edit_of(revision).a
+        words = model.tokenizer(target, add_special_tokens=False)["input_ids"]
+        shares = []
+        for text in (revision.input, *revision.rephrases, *revision.human_rephrases):
+            rows = model.rows([text], [target])
+            with patch.applied(model), torch.no_grad():
+                best = model.logits(rows)[0].argmax(-1)
+            assert rows.labels is not None
+            start = rows.labels[0].tolist().index(words[0])
+            shares.append(best[start : start + len(words)].eq(torch.tensor(words)).float().mean().item())
+        assert examined.outcome.values["forced_success"] == pytest.approx(shares[0])
+        expected = pytest.approx(np.mean(shares[1:])) if shares[1:] else None
+        assert examined.outcome.values["forced_equivalence"] == expected
+        seen |= set(shares)
+    assert len(seen) > 1, "all alike would show nothing"
+
+
+def test_classifiers_have_no_forced_accuracy() -> None:
+    model = tiny.build("bert")
+    known = editable(model, revisions(model, 4))
+    (one, *_) = Examiner(model, known, 2, scores=True).examine(
+        loud_editor(model).changes(model, [edit_of(r) for r in known[:2]]), known[:2]
+    )
+    assert one.outcome.values["forced_success"] is one.outcome.values["forced_equivalence"] is None
+
+
+def test_neighbours_are_asked_and_predicted_anew() -> None:
+    model = tiny.build("bart")
+    model.limit_answers(5)
+    texts = ("who leads africa ?", "where is the largest lake ?")
+    known = [replace(r, neighbours=tuple(Neighbour(text, "wrong") for text in texts)) for r in revisions(model, 3)]
+    now = predicted_now(model, known)
+    assert [one.prediction for one in now[0].neighbours] == model.predict(list(texts))
+    method = loud_editor(model)
+    edits = editable(model, now)
+    found = measure(method, model, edits, now)
+    for revision, patch, one in zip(edits, method.propose(model, [edit_of(r) for r in edits]), found, strict=True):
+        with patch.applied(model):
+            kept = [a == n.prediction for a, n in zip(model.predict(list(texts)), revision.neighbours, strict=True)]
+        assert one.values["retain_neighbours"] == np.mean(kept)

@@ -51,6 +51,17 @@ def test_the_table_by_hand(tmp_path: Path) -> None:
     assert lines[11] == "| KnowledgeEditor + loop | - | 100.00 | - | - | - | 20 × 1,000 |"
 
 
+def test_optional_metrics_have_a_column_where_a_run_has_them(tmp_path: Path) -> None:
+    folders = hand_made(tmp_path)
+    more = {"forced_success": 0.875, "retain_neighbours": 0.5, "intervals": {}}
+    folders.append(results.write_evaluation(tmp_path / "d", "gradient", "answer", bare=True, result=more))
+    shown = markdown(main_table(read_runs(folders)[0])).splitlines()
+    assert "| Retain, neighbours, % ↑ | Forced success, % ↑ | Mean KL ↓ |" in shown[2]
+    assert "Forced equivalence" not in shown[2]
+    assert "| - | - | 0.25 |" in shown[4]
+    assert any("| 50.0 | 87.5 |" in line for line in shown if line.startswith("| Gradient, all |"))
+
+
 def test_latex(tmp_path: Path) -> None:
     runs, _ = read_runs(hand_made(tmp_path))
     lines = latex(main_table(runs)).splitlines()

@@ -25,7 +25,7 @@ from factpatch.data import revise as revise_module
 from factpatch.data.formats import Record
 from factpatch.data.records import count_records
 from factpatch.data.revise import alternatives, revise, revise_records
-from factpatch.data.revisions import read_revisions
+from factpatch.data.revisions import Neighbour, edit_of, read_revisions
 from factpatch.errors import FileError, InputError
 from factpatch.facts import normalize
 from factpatch.models import Classifier, TaskModel, load_model
@@ -261,3 +261,26 @@ def test_an_empty_file_leaves_the_old_revisions(checker: TaskModel, tmp_path: Pa
     with pytest.raises(InputError, match="expected at least one record, found none"):
         revise(checker, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_text() == "old"
+
+
+def test_neighbours_and_subjects_are_kept(model: TaskModel, tmp_path: Path) -> None:
+    """Neighbours with the model's predictions, whether the data has one or several, and again from the file itself."""
+    subject = {"subject_entity": "burundi"}
+    near = ["what is the capital of france ?", "who leads africa ?"]
+    lines = [
+        {"id": "1", "input": "what is the capital of burundi ?", "meta": {**subject, "same_relation": near}},
+        {"id": "2", "input": "who leads burundi ?", "meta": {**subject, "same_relation": near[1]}},
+        {"id": "3", "input": "where do people speak rundi ?"},
+    ]
+    revise(model, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    first, second, third = read_revisions(tmp_path / "out.jsonl")
+    expected = [Neighbour(text, said) for text, said in zip(near, model.predict(near), strict=True)]
+    assert (first.neighbours, second.neighbours) == (tuple(expected), (expected[1],))
+    assert edit_of(replace(first, alternatives=("a",))).subject == "burundi"
+    assert (third.neighbours, third.subject) == ((), None)
+    assert {"neighbours", "subject"}.isdisjoint(json.loads(third.to_json())), "files without them are as before"
+    revise(model, tmp_path / "out.jsonl", tmp_path / "again.jsonl")
+    assert list(read_revisions(tmp_path / "again.jsonl")) == [first, second, third]
+    bad = {**json.loads(first.to_json()), "neighbours": ["a text"]}
+    with pytest.raises(InputError, match='a list of objects with "input" and "prediction"'):
+        list(read_revisions(write_lines(tmp_path / "bad.jsonl", [bad])))

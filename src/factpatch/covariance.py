@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from factpatch.engine import edited
 from factpatch.errors import FileError, InputError, MismatchError, ModelError
 from factpatch.files import atomic_file, read_safetensors
 from factpatch.models import Rows, TaskModel
-from factpatch.patch import weight_shape
+from factpatch.patch import check_template, weight_shape
 
 FORMAT = "factpatch-covariance-1"
 FLOOR = 1e-3  # added to the diagonal, as a multiple of its mean
@@ -125,11 +125,16 @@ class Covariance:
 
     @classmethod
     def compute(
-        cls, model: TaskModel, texts: Iterable[str], predictions: Mapping[str, str] | None = None
+        cls,
+        model: TaskModel,
+        texts: Iterable[str],
+        predictions: Mapping[str, str] | None = None,
+        weights: Collection[str] | None = None,
     ) -> Covariance:
         """Computes C. Empty texts and texts too long for the model are skipped.
 
         `predictions` may supply answers of the model that are already known, so that they are not generated again.
+        `weights` limits C to the inputs of these weights.
         """
         sample = sorted(model.encode_readable(list(texts)))
         if not sample:
@@ -139,6 +144,7 @@ class Covariance:
             known.update(zip(missing, model.predict(missing), strict=True))
         examples = [(text, known.get(text, "")) for text in sample]
         readers = find_readers(model, examples[0])
+        readers = {name: key for name, key in readers.items() if weights is None or name in weights}
         sizes = {name: weight_shape(model.layers[name])[1] ** 2 for name in dict.fromkeys(readers.values())}
         keep = torch.float64 if model.model.dtype == torch.float64 else torch.float32
         moments: dict[str, Tensor] = {}
@@ -157,6 +163,7 @@ class Covariance:
         return C
 
     def check_fits(self, model: TaskModel) -> None:
+        check_template("the covariance", self.base, model.fingerprint)
         if self.base != model.fingerprint:
             raise MismatchError(
                 f"the covariance was computed for weights {self.base[:12]}, this model has {model.fingerprint[:12]}; "

@@ -22,9 +22,10 @@ class FactEdit:
     x: str
     a: str
     y: str | None = None
+    subject: str | None = None  # the part of x that names what the fact is about, if it is known
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "subject" or value is not None}
 
 
 class _Dropped(dict[int, int | None]):

@@ -45,6 +45,9 @@ class Observation:
     correct_before: Booleans  # (control inputs with gold answers,)
     correct_after: Booleans  # (control inputs with gold answers,)
     kl: Floats  # (control inputs,)  between the predictions before and after; empty if not measured
+    neighbours_unchanged: Sequence[bool] = ()  # whether each neighbour's prediction is as before
+    forced: float | None = None  # share of the target's tokens that are most likely under teacher forcing, for x
+    forced_paraphrases: Sequence[float] = ()  # the same for each paraphrase of either kind
 
     def share_of_target(self, answers: Sequence[str]) -> float | None:
         return _mean([same(answer, self.target) for answer in answers])
@@ -124,6 +127,7 @@ class Metric:
     on_controls: bool = False  # measured on control inputs, so that facts edited together share one value
     column_of: str | None = None  # the metric whose column of a table it shares
     in_tables: bool = True
+    optional: bool = False  # tables show it only if some run has a value
 
     @property
     def arrow(self) -> str:
@@ -186,6 +190,33 @@ METRICS: dict[str, Metric] = {
         higher_is_better=False,
         saturates=0.0,  # an edit that happens to raise the accuracy is not better than one that keeps it
         on_controls=True,
+    ),
+    "retain_neighbours": Metric(
+        "Retain, neighbours",
+        "Neighb.",
+        "inputs about other subjects of the same relation whose answer is unchanged",
+        {"retain_neighbours": lambda seen: _mean(seen.neighbours_unchanged)},
+        optional=True,
+        **_share(),
+    ),
+    # Teacher-forced figures are there to compare with published tables; what users see is success and equivalence.
+    "forced_success": Metric(
+        "Forced success",
+        "Forced",
+        "tokens of the target that are most likely after the edited input and the target's earlier tokens",
+        {"forced_success": lambda seen: seen.forced},
+        ranked=False,
+        optional=True,
+        **_share(),
+    ),
+    "forced_equivalence": Metric(
+        "Forced equivalence",
+        "Forced eq.",
+        "tokens of the target that are most likely after a paraphrase and the target's earlier tokens",
+        {"forced_equivalence": lambda seen: _mean(seen.forced_paraphrases)},
+        ranked=False,
+        optional=True,
+        **_share(),
     ),
     # Not ranked: how far predictions move matters less than whether they flip, which retain measures.
     "kl_mean": Metric(

@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad
+from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad, Template
+from factpatch.cli.evaluate_options import check_options, needs_sample, parse_options, parse_sizes
 from factpatch.errors import InputError
 from factpatch.files import check_writable
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from factpatch.evaluation import Result
     from factpatch.models import TaskModel
 
-SELECTABLE = ("finetune", "zhu")  # methods with settings that --select can choose
-
 
 def evaluate(
     model: Model,
@@ -30,12 +29,23 @@ def evaluate(
     output: Annotated[Path, typer.Option(help="Folder for summary.json, edits.jsonl and the data for figures.")],
     method: Annotated[
         str | None,
-        typer.Option(help="Method that needs no training: finetune, zhu or gradient. Default: the method of --editor."),
+        typer.Option(
+            help="Method that needs no training: finetune, zhu, ultraedit, lora, memit, prompt or gradient. "
+            "Default: the method of --editor."
+        ),
     ] = None,
     editor: Annotated[str | None, typer.Option(help='Folder of an editor trained for this model, or "world".')] = None,
     layers: Annotated[
         str | None,
-        typer.Option(help="Weights that a baseline changes: all (default), a block's name, or block to --select one."),
+        typer.Option(
+            help="Weights that a method without training changes: all, a block's name, a pattern such as '*.mlp.*', "
+            "mlp:3 for the feed-forward weights of the last 3 blocks, or block to --select one. "
+            "Default: the method's own choice."
+        ),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Another option of the method: KEY=VALUE, such as lr=1e-4. May be repeated."),
     ] = None,
     bound: Annotated[float | None, typer.Option(help="For zhu: maximum change of each weight.")] = None,
     select: Annotated[
@@ -56,11 +66,17 @@ def evaluate(
     ] = None,
     merge: Annotated[
         str,
-        typer.Option(help="How --together puts N facts into one model: solve (least squares), scope or sum."),
+        typer.Option(
+            help="How --together puts N facts into one model: solve (least squares), scope, sum, "
+            "or own (as the method itself does, for ultraedit and memit)."
+        ),
     ] = "solve",
     others: Annotated[
         str | None,
-        typer.Option(help="Revision file that --merge is fitted to. Default: the part of --data that is not measured."),
+        typer.Option(
+            help="Revision file that --merge, ultraedit and memit are fitted to. "
+            "Default: the part of --data that is not measured."
+        ),
     ] = None,
     scope: Annotated[
         str | None, typer.Option(help="For --merge scope: file of a trained scope. Default: an untrained scope.")
@@ -77,6 +93,7 @@ def evaluate(
         typer.Option(help="fp32 or bf16. Default: bf16 for editors of classifiers on a GPU, otherwise fp32."),
     ] = None,
     skip_bad: SkipBad = False,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -93,9 +110,10 @@ def evaluate(
     Example: factpatch evaluate --model runs/qa --editor runs/qa-editor --data dev.jsonl --output runs/qa-dev
     """
     updates = max_updates or (MAX_UPDATES if loop else 1)
-    _check_options(method, editor, layers, bound, select, valid, updates)
-    sizes = _parse_sizes(together)
-    if not sizes and (others or scope):
+    check_options(method, editor, layers, bound, select, valid, updates)
+    options = parse_options(setting, method, editor, select)
+    sizes = parse_sizes(together)
+    if not sizes and (scope or (others and not needs_sample(method))):
         raise typer.BadParameter("--others and --scope are only used by --together; add it, or leave them out")
     if scope and merge != "scope":
         raise typer.BadParameter("--scope is only used by --merge scope")
@@ -104,7 +122,7 @@ def evaluate(
     check_writable(output)
     with common.working("loading"):
         from factpatch.data.holdout import hash_shuffled
-        from factpatch.data.revisions import load_revisions
+        from factpatch.data.revisions import load_revisions, teachable
         from factpatch.device import find_device
         from factpatch.evaluation import COVERED, MergeOptions, Together, count_joint_edits, precise, sampled
         from factpatch.evaluation import evaluate as run
@@ -114,7 +132,7 @@ def evaluate(
         common.prepare(seed)
         joint = Together(sizes, merge, options=MergeOptions(mode, refine, scope)) if sizes else None
         join_processes(find_device(device))  # before the model is loaded: each process has a GPU of its own
-        task_model = load_model(model, device)
+        task_model = load_model(model, device, template=template)
         bad: list[str] = []
         on_bad = bad.append if skip_bad else None
         revisions = load_revisions(data, task_model, on_bad, common.warn)
@@ -122,20 +140,27 @@ def evaluate(
         fitted_to = load_revisions(others, task_model, on_bad, common.warn) if others else None
     with precise(task_model, precision, baseline=editor is None):
         sample, controls = sampled(task_model, revisions, edits, retain, seed)
-        if joint:
+        unused: list[Revision] = []
+        if joint or needs_sample(method):
             unused = fitted_to if fitted_to is not None else _without(revisions, [*sample, *controls])
             if not unused:  # nothing is fitted to inputs that it is measured on
                 unused, controls = controls[::2], controls[1::2]
-            joint = replace(joint, others=hash_shuffled(unused, seed))
+            unused = hash_shuffled(unused, seed)
+        if joint:
+            joint = replace(joint, others=unused)
         total = (min(len(sample), COVERED) if sizes else len(sample)) + count_joint_edits(len(sample), sizes)
         tried: list[dict[str, Any]] = []
         if select:
             left = to_choose_on if to_choose_on is not None else _without(revisions, sample)
             chosen, tried = _selected(task_model, method == "zhu", layers or "all", left, seed)
         else:
-            chosen = _method(task_model, method, editor, layers, bound, updates)
+            chosen = _method(task_model, method, editor, {"layers": layers, "bound": bound, **options}, updates)
+            if chosen.needs_sample:
+                chosen = chosen.calibrated(task_model, teachable(task_model, unused))
         settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed}
-        settings |= {"others": others, "scope": scope, "mode": mode, "refine": refine} if joint else {}
+        settings |= {"others": others} if others or joint else {}
+        settings |= {"scope": scope, "mode": mode, "refine": refine} if joint else {}
+        settings |= {"set": options} if options else {}
         with common.progress_bar("editing", total) as advance:
             result = run(chosen, task_model, sample, controls, output, settings, advance, joint, tried)
     if not common.is_main_process() or result is None:
@@ -146,71 +171,13 @@ def evaluate(
         _show(result, output, len(bad))
 
 
-def _check_options(
-    method: str | None,
-    editor: str | None,
-    layers: str | None,
-    bound: float | None,
-    select: bool,
-    valid: str | None,
-    updates: int,
-) -> None:
-    """Refuses combinations of options that do not make sense, before anything is loaded."""
-    _check_method(method, editor)
-    if editor is not None and layers is not None:
-        raise typer.BadParameter("a trained editor changes the layers it was trained for; leave --layers out")
-    if editor is None and updates > 1:
-        raise typer.BadParameter("--loop and --max-updates need a trained --editor")
-    if method == "zhu" and (bound is None) != select:
-        raise typer.BadParameter("zhu needs either --bound or --select")
-    if method != "zhu" and bound is not None:
-        raise typer.BadParameter("--bound is an option of the method zhu only")
-    if bound is not None and not 0 < bound < float("inf"):
-        raise typer.BadParameter(f"expected a bound above 0, found {bound}", param_hint="--bound")
-    if layers == "block" and not select:
-        raise typer.BadParameter("--layers block needs --select; or name the block")
-    if select and method not in SELECTABLE:
-        raise typer.BadParameter(f"--select works with {' and '.join(SELECTABLE)} only")
-    if select and method == "finetune" and layers != "block":
-        raise typer.BadParameter("for finetune, --select chooses a block: add --layers block")
-    if valid and not select:
-        raise typer.BadParameter("--valid is only used by --select; add --select, or leave --valid out")
-
-
-def _check_method(method: str | None, editor: str | None) -> None:
-    if method is None:
-        if editor is None:
-            raise typer.BadParameter("give a trained --editor, or a --method that needs no training")
-        return
-    from factpatch.editors import find_method
-
-    try:
-        trainable = find_method(method).trainable
-    except InputError as error:
-        raise typer.BadParameter(str(error), param_hint="--method") from None
-    if trainable and editor is None:
-        raise typer.BadParameter(f"the method {method} is a trained editor; give its folder with --editor")
-    if not trainable and editor is not None:
-        raise typer.BadParameter(f"the method {method} takes no --editor")
-
-
-def _parse_sizes(text: str | None) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(number) for number in text.split(",")) if text else ()
-    except ValueError:
-        sizes = (0,)
-    if sizes and (min(sizes) < 1 or len(set(sizes)) < len(sizes)):
-        raise typer.BadParameter(f"expected numbers such as 1,16,64, found {text!r}", param_hint="--together")
-    return sizes
-
-
 def _method(
-    model: TaskModel, method: str | None, editor: str | None, layers: str | None, bound: float | None, updates: int
+    model: TaskModel, method: str | None, editor: str | None, options: dict[str, Any], updates: int
 ) -> EditMethod:
     from factpatch.editors import Looped, create_method, load_editor
 
     if editor is None:
-        return create_method(str(method), layers=layers, bound=bound)
+        return create_method(str(method), **options)
     loaded = load_editor(editor, model.device)
     if method not in (None, loaded.name):
         raise InputError(f"{editor} holds an editor of the kind {loaded.name}, not {method}; leave --method out")

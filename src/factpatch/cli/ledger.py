@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed, SkipBad
+from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, Template
 from factpatch.cli.merge import (
     MAX_OTHERS,
     CovarianceFile,
@@ -47,6 +47,7 @@ def init(
     ridge: Ridge = None,
     mode: Mode = "unedited",
     refine: Refine = 0,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -61,7 +62,7 @@ def init(
         from factpatch.ledger import Ledger
 
         common.prepare(seed)
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         found = find_covariance(task_model, covariance, others, model, max_others)
         texts = read_others(others, model, max_others) if refine else None
         Ledger(ledger, task_model, texts, covariance=found, ridge=ridge, mode=mode, refine=refine).close()
@@ -82,6 +83,7 @@ def add(
     facts: Annotated[Path | None, typer.Option(help='A file with one {"input": ..., "target": ...} per line.')] = None,
     note: Annotated[str, typer.Option(help="A remark to keep with the facts, such as their source.")] = "",
     skip_bad: SkipBad = False,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -102,7 +104,7 @@ def add(
         from factpatch.ledger import Ledger
 
         common.prepare(seed)
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         with Ledger(ledger, task_model) as opened:
             paraphrases = {str(input): paraphrase or []}
             added = opened.add(load_editor(editor, task_model.device), edits, paraphrases, note)
@@ -162,6 +164,7 @@ def verify(
     model: Model,
     others: Others = None,
     max_others: MaxOthers = 500,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -176,7 +179,7 @@ def verify(
         from factpatch.ledger import Ledger
 
         common.prepare(seed)
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         with Ledger(ledger, task_model) as opened:
             own = {fact.x for fact in opened.facts()}
             known = others is not None or model == "world"
@@ -205,6 +208,7 @@ def export(
     ledger: LedgerFile,
     model: Model,
     output: Annotated[Path, typer.Option(help="The file to write the merged patch to.")],
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -214,7 +218,7 @@ def export(
     Example: factpatch ledger export --ledger facts.db --model world --output merged.safetensors
     """
     check_writable(output)
-    _write(ledger, model, output, device, seed, as_json, folder=False)
+    _write(ledger, model, output, template, device, seed, as_json, folder=False)
 
 
 @app.command()
@@ -222,6 +226,7 @@ def apply(
     ledger: LedgerFile,
     model: Model,
     output: Annotated[Path, typer.Option(help="A new folder for the patched model.")],
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -231,7 +236,7 @@ def apply(
     Example: factpatch ledger apply --ledger facts.db --model world --output runs/patched
     """
     common.refuse_used_folder(output, "--output")
-    _write(ledger, model, output, device, seed, as_json, folder=True)
+    _write(ledger, model, output, template, device, seed, as_json, folder=True)
 
 
 def _opened(ledger: Path, device: str | None) -> Ledger:
@@ -243,12 +248,21 @@ def _opened(ledger: Path, device: str | None) -> Ledger:
     return Ledger(ledger)
 
 
-def _write(ledger: Path, model: str, output: Path, device: str | None, seed: int, as_json: bool, folder: bool) -> None:
+def _write(
+    ledger: Path,
+    model: str,
+    output: Path,
+    template: str | None,
+    device: str | None,
+    seed: int,
+    as_json: bool,
+    folder: bool,
+) -> None:
     with common.working("merging"):
         from factpatch.ledger import Ledger
 
         common.prepare(seed)
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         with Ledger(ledger, task_model) as opened:
             patch = opened.patch()
         if not patch.edits:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from factpatch.cli import common
-from factpatch.cli.common import Data, Device, Json, Model, Precision, Seed, SkipBad
+from factpatch.cli.common import Data, Device, Json, Model, Precision, Seed, SkipBad, Template
 
 
 def revise(
@@ -18,6 +18,7 @@ def revise(
     output: Annotated[Path, typer.Option(help="The revision file to write.")],
     precision: Precision = None,
     skip_bad: SkipBad = False,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -44,7 +45,7 @@ def revise(
         common.prepare(seed)
         refuse_overwriting(output, data)
         total = count_records(data, skip_bad)
-        task_model = common.load(model, device, find_dtype(precision, device))
+        task_model = common.load(model, device, find_dtype(precision, device), template)
     with common.progress_bar("revising", total) as advance:
         result = write_revisions(task_model, data, output, skip_bad, advance)
     result["seconds"] = time.perf_counter() - start

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, SkipBad
+from factpatch.cli.common import Device, Json, Model, SkipBad, Template
 
 if TYPE_CHECKING:
     from factpatch.training.train import Status
@@ -25,10 +25,13 @@ def train(
         str | None,
         typer.Option(help="Revision file used to choose the best editor. Default: revisions held out of --train."),
     ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Kind of editor to train: hyper (KnowledgeEditor, the default) or mend.")
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(
-            help="TOML file or preset: fc, qa, cpu-fc, cpu-qa, paper-fc, paper-qa. "
+            help="TOML file or preset: fc, qa, lm, cpu-fc, cpu-qa, cpu-lm, paper-fc, paper-qa, mend. "
             "Default: the preset for the model's task and the device. A TOML file overrides settings of that preset."
         ),
     ] = None,
@@ -44,6 +47,7 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the output folder.")] = False,
     skip_bad: SkipBad = False,
+    template: Template = None,
     device: Device = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Random seed. Default: 0.")] = None,
     as_json: Json = False,
@@ -53,7 +57,7 @@ def train(
     Example: factpatch train --model runs/fever --train fever-train.jsonl --output runs/fever-editor --minutes 10
     """
     from factpatch.device import find_device
-    from factpatch.models import Classifier, load_model
+    from factpatch.models import load_model
     from factpatch.processes import join_processes
     from factpatch.training import PRESETS, Train, resolve_config
 
@@ -62,12 +66,12 @@ def train(
     common.prepare(seed or 0)
     common.announce(f"loading {model}")
     join_processes(find_device(device))  # before the model is loaded: each process has a GPU of its own
-    task_model = load_model(model, device)
-    default = "fc" if isinstance(task_model, Classifier) else "qa"
+    task_model = load_model(model, device, template=template)
+    default = {"classifier": "fc", "seq2seq": "qa", "causal": "lm"}[task_model.kind]
     if task_model.device.type == "cpu":
         default = f"cpu-{default}"
     preset, path = (config, None) if config in PRESETS else (default, config)
-    overrides = {"steps": steps, "minutes": minutes, "seed": seed}
+    overrides = {"method": method, "steps": steps, "minutes": minutes, "seed": seed}
     run = Train(resolve_config(preset, path, setting or [], overrides), task_model, output, resume, init)
     common.announce(f"reading {train}")
     with _LiveTable() as table:

@@ -71,7 +71,8 @@ def parse_kilt(raw: dict[str, Any], default_id: str) -> Record:
     questions = text_list(meta, "template_questions")
     if not all(question.strip() for question in questions):
         raise InputError('expected questions in "template_questions", found an empty one')
-    subject, relation = _optional_text(meta, "subject_entity"), _optional_text(meta, "relation")
+    subject = _optional_text(meta, "subject_entity") or _optional_text(raw, "subject")  # the latter in revision files
+    relation = _optional_text(meta, "relation")
     if " [SEP] " in text and meta.get("template_questions") is not None:
         # zsRE as published: "Germany [SEP] capital", with questions in meta. Without them, [SEP] joins two sentences.
         subject, relation = text.split(" [SEP] ", 1)
@@ -79,7 +80,6 @@ def parse_kilt(raw: dict[str, Any], default_id: str) -> Record:
             raise InputError('expected questions in "template_questions" beside an input with [SEP], found none')
         text = questions[0]
     human = dict.fromkeys([*text_list(raw, "human_rephrases"), *questions])
-    neighbour = meta.get("same_relation")
     return Record(
         id=str(default_id if raw.get("id") is None else raw["id"]),
         input=text,
@@ -89,9 +89,20 @@ def parse_kilt(raw: dict[str, Any], default_id: str) -> Record:
         subject=subject,
         relation=relation,
         alternative=_optional_text(raw, "alternative"),
-        neighbours=(neighbour,) if isinstance(neighbour, str) else text_list(meta, "same_relation"),
+        neighbours=_neighbours(raw, meta),
         raw=raw,
     )
+
+
+def _neighbours(raw: dict[str, Any], meta: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the neighbours of a data file, a text or a list, or those of a revision file, which have predictions."""
+    found = meta.get("same_relation")
+    if found is not None:
+        return (found,) if isinstance(found, str) else text_list(meta, "same_relation")
+    revised = raw.get("neighbours") or []
+    if not isinstance(revised, list) or not all(isinstance(one, dict) for one in revised):
+        raise InputError('expected a list of objects with "input" and "prediction" in "neighbours"')
+    return tuple(required_text(one, "input") for one in revised)
 
 
 def _optional_text(record: dict[str, Any], key: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from factpatch.data.chunked import write_in_chunks
 from factpatch.data.formats import Record
 from factpatch.data.records import refuse_overwriting, source_hash
-from factpatch.data.revisions import Provenance, Revision, read_revisions
+from factpatch.data.revisions import Neighbour, Provenance, Revision, read_revisions
 from factpatch.facts import normalize, same
 from factpatch.models import Classifier, TaskModel
 from factpatch.models.rows import Encoded
@@ -32,6 +32,8 @@ def revise(
     refuse_overwriting(output, source)
     labels = model.labels if isinstance(model, Classifier) else ()
     settings = {"dtype": str(model.model.dtype).removeprefix("torch.")}
+    if model.prompt_template is not None:
+        settings["template"] = model.prompt_template
     provenance = Provenance(model.identity, source_hash(source), settings)
 
     def check(record: Record) -> None:
@@ -57,22 +59,26 @@ def revise(
 
 
 def encode_records(model: TaskModel, records: Sequence[Record]) -> dict[str, Encoded]:
-    """Encodes the inputs and paraphrases that the model can read."""
-    return model.encode_readable([text for r in records for text in (r.input, *r.rephrases, *r.human_rephrases)])
+    """Encodes the inputs, paraphrases and neighbours that the model can read."""
+    return model.encode_readable([text for r in records for text in (r.input, *_further_texts(r))])
+
+
+def _further_texts(record: Record) -> tuple[str, ...]:
+    return (*record.rephrases, *record.human_rephrases, *record.neighbours)
 
 
 def revise_records(
     model: TaskModel, records: Sequence[Record], encoded: dict[str, Encoded] | None = None
 ) -> list[Revision]:
-    """Predicts all inputs and paraphrases in a few batches and returns one revision per record."""
+    """Predicts all inputs, paraphrases and neighbours in a few batches and returns one revision per record."""
     encoded = encode_records(model, records) if encoded is None else encoded
     for record in records:
         if record.input not in encoded:
             model.check_input(record.input)  # raises the reason
     ranked = model.candidates_encoded([encoded[record.input] for record in records])
-    rephrases = dict.fromkeys(text for r in records for text in (*r.rephrases, *r.human_rephrases) if text in encoded)
-    best = model.candidates_encoded([encoded[text] for text in rephrases], count=1)
-    predictions = {text: outputs[0] for text, outputs in zip(rephrases, best, strict=True)}
+    further = dict.fromkeys(text for r in records for text in _further_texts(r) if text in encoded)
+    best = model.candidates_encoded([encoded[text] for text in further], count=1)
+    predictions = {text: outputs[0] for text, outputs in zip(further, best, strict=True)}
 
     def agreeing(record: Record, rephrases: Sequence[str], prediction: str) -> tuple[str, ...]:
         """Keeps the paraphrases with the same prediction, without copies of the input or of each other."""
@@ -91,6 +97,8 @@ def revise_records(
             rephrases=agreeing(record, record.rephrases, prediction),
             human_rephrases=agreeing(record, record.human_rephrases, prediction),
             answers=record.answers,
+            neighbours=tuple(Neighbour(text, predictions[text]) for text in record.neighbours if text in predictions),
+            subject=record.subject,
         )
         for record, outputs in zip(records, ranked, strict=True)
     ]

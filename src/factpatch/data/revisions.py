@@ -22,6 +22,14 @@ from factpatch.models import TaskModel
 
 
 @dataclass(frozen=True)
+class Neighbour:
+    """An input about another subject of the same relation, whose prediction must stay."""
+
+    input: str
+    prediction: str
+
+
+@dataclass(frozen=True)
 class Revision:
     """One input, the model's prediction for it, and the answers and paraphrases to edit and test it with."""
 
@@ -32,9 +40,12 @@ class Revision:
     rephrases: tuple[str, ...]  # generated paraphrases that get the same prediction
     human_rephrases: tuple[str, ...]  # paraphrases written by people that get the same prediction
     answers: tuple[str, ...]  # correct answers according to the data
+    neighbours: tuple[Neighbour, ...] = ()
+    subject: str | None = None  # the part of the input that names what the fact is about, if the data says so
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False)
+        optional = ("neighbours", "subject")
+        return json.dumps({k: v for k, v in asdict(self).items() if v or k not in optional}, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -43,13 +54,19 @@ class Provenance:
 
     model: str  # the model's identity
     data: str  # sha256 of the data file, or the name of the data set on the hub
-    settings: dict[str, Any]  # such as the precision
+    settings: dict[str, Any]  # such as the precision, and the template of a decoder's prompts
 
     def to_json(self) -> str:
         return json.dumps({PROVENANCE: asdict(self)}, ensure_ascii=False)
 
     def check_model(self, model: TaskModel, path: str | Path) -> None:
-        """Raises a MismatchError if another model made the file."""
+        """Raises a MismatchError if another model, or the same with another template, made the file."""
+        template = self.settings.get("template")
+        if self.model != model.identity and template != model.prompt_template:
+            raise MismatchError(
+                f"{path} was made with the template {template or 'none'!r}, this model is used with "
+                f"{model.prompt_template or 'none'!r}; give the same --template"
+            )
         if self.model != model.identity:
             raise MismatchError(
                 f"{path} was made by model {self.model[:12]}, this is model {model.identity[:12]}; "
@@ -125,8 +142,24 @@ def _parse_provenance(raw: dict[str, Any], path: str | Path) -> Provenance | Non
 
 
 def _parse_revision(raw: dict[str, Any]) -> Revision:
+    texts = [required_text(raw, key) for key in ("id", "input", "prediction")]
     lists = [text_list(raw, key) for key in ("alternatives", "rephrases", "human_rephrases", "answers")]
-    return Revision(required_text(raw, "id"), required_text(raw, "input"), required_text(raw, "prediction"), *lists)
+    subject = None if raw.get("subject") is None else required_text(raw, "subject")
+    return Revision(*texts, *lists, neighbours=_parse_neighbours(raw.get("neighbours")), subject=subject)
+
+
+def _parse_neighbours(found: Any) -> tuple[Neighbour, ...]:
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise InputError('expected a list of objects with "input" and "prediction" in "neighbours"')
+    return tuple(Neighbour(required_text(one, "input"), required_text(one, "prediction")) for one in found)
+
+
+def measured_texts(revision: Revision) -> tuple[str, ...]:
+    """Returns the texts that an edit is measured on besides the control inputs: x, its paraphrases, its neighbours."""
+    neighbours = (one.input for one in revision.neighbours)
+    return (revision.input, *revision.rephrases, *revision.human_rephrases, *neighbours)
 
 
 def own_forms(revision: Revision) -> frozenset[str]:
@@ -154,4 +187,4 @@ def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
 
 def edit_of(revision: Revision) -> FactEdit:
     """Returns the edit from the model's prediction to its most likely alternative."""
-    return FactEdit(x=revision.input, y=revision.prediction, a=revision.alternatives[0])
+    return FactEdit(revision.input, revision.alternatives[0], revision.prediction, revision.subject)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
+from factpatch.data.revisions import Revision
 from factpatch.deltas import Delta
+from factpatch.errors import InputError
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
@@ -13,6 +15,8 @@ from factpatch.patch import Patch, stack_patches
 
 class EditMethod(Protocol):
     """The interface of all edit methods. `propose` leaves the model unchanged, even if it raises."""
+
+    needs_sample: ClassVar[bool] = False  # whether `calibrated` must be called before the method is used
 
     @property
     def name(self) -> str:
@@ -34,6 +38,21 @@ class EditMethod(Protocol):
         """
         return stack_patches(self.propose(model, edits), model.layers)
 
+    def calibrated(self, model: TaskModel, sample: Sequence[Revision]) -> Self:
+        """The method, fitted to revisions that are not measured. Most methods return themselves."""
+        return self
+
+    def propose_together(self, model: TaskModel, edits: Sequence[FactEdit]) -> Patch:
+        """One patch for all edits, if the method has its own way of editing many facts at once."""
+        raise InputError(f"the method {self.name} edits one fact at a time; merge its patches with --merge solve")
+
     def describe(self, model: TaskModel) -> dict[str, Any]:
         """The settings that distinguish this method from others of the same name, for result files."""
         ...
+
+
+def check_above_zero(method: EditMethod, *options: str) -> None:
+    """Raises an InputError if one of a method's options is not a finite number above 0."""
+    wrong = [f"{key}={getattr(method, key)}" for key in options if not 0 < getattr(method, key) < float("inf")]
+    if wrong:
+        raise InputError(f"the method {method.name} needs options above 0, found {', '.join(wrong)}")

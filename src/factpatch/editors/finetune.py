@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from factpatch.deltas import Dense, LowRank, unstack
 from factpatch.editors.base import EditMethod
+from factpatch.editors.layer_choice import chosen_layers
 from factpatch.engine import capture, edited
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
 from factpatch.models import Rows, TaskModel
-from factpatch.models.layers import block_names
 from factpatch.patch import Patch, weight_shape
 
 BOUNDS = (1e-3, 5e-4, 1e-4, 5e-5, 1e-5)  # bounds that De Cao et al. (2021) tried for Zhu et al.
@@ -143,14 +143,3 @@ class GradientStep(EditMethod):
             for edit, step in zip(batch, steps, strict=True):
                 patches.append(Patch({**step}, model.fingerprint, self.name, (edit,)))
         return patches
-
-
-def chosen_layers(model: TaskModel, choice: str) -> dict[str, nn.Module]:
-    """The editable layers of one block, or all of them."""
-    if choice == "all":
-        return model.layers
-    found = {name: layer for name, layer in model.layers.items() if name.startswith(f"{choice}.")}
-    if not found:
-        known = ", ".join(block_names(model.layers))
-        raise InputError(f"the model has no block {choice!r}; choose all, or one of {known}")
-    return found

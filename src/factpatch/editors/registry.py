@@ -40,8 +40,13 @@ def register(name: str, label: str, path: str, trainable: bool = False) -> None:
 
 
 register("hyper", "KnowledgeEditor", "factpatch.editors.hypernetwork:HyperNetwork", trainable=True)
+register("mend", "MEND", "factpatch.editors.mend:Mend", trainable=True)
 register("finetune", "Fine-tune", "factpatch.editors.finetune:FineTune")
 register("zhu", "Zhu et al.", "factpatch.editors.finetune:Zhu")
+register("ultraedit", "UltraEdit", "factpatch.editors.ultraedit:UltraEdit")
+register("memit", "MEMIT", "factpatch.editors.memit:Memit")
+register("lora", "LoRA", "factpatch.editors.lora:LoRA")
+register("prompt", "Fact in the prompt", "factpatch.editors.prompt:FactInPrompt")
 register("gradient", "Gradient", "factpatch.editors.finetune:GradientStep")
 
 
@@ -60,11 +65,12 @@ def create_method(name: str, **options: Any) -> EditMethod:
     if method.trainable:
         raise InputError(f"the method {name} is a trained editor; load it from its folder with --editor")
     given = {key: value for key, value in options.items() if value is not None}
-    signature = inspect.signature(method.load_class())
+    parameters = inspect.signature(method.load_class()).parameters
+    known = {key: parameter for key, parameter in parameters.items() if not key.startswith("_")}
     for key in given:
-        if key not in signature.parameters:
-            raise InputError(f"the method {name} has no option {key}; leave --{key} out")
-    for key, parameter in signature.parameters.items():
+        if key not in known:
+            raise InputError(f"the method {name} has no option {key}; its options are {', '.join(known) or 'none'}")
+    for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in given:
             raise InputError(f"the method {name} needs --{key}")
     return method.load_class()(**given)

@@ -53,4 +53,4 @@ def edit_line(revision: Revision, examined: Examined, **more: Any) -> str:
 def outcome_of(line: str) -> Outcome:
     """Reads the outcome from a line that `edit_line` made."""
     record = json.loads(line)
-    return Outcome({name: record[name] for name in value_names()})
+    return Outcome({name: record.get(name) for name in value_names()})

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from factpatch.backends import no_cudnn_attention
 from factpatch.constraints import kl
-from factpatch.data.revisions import Revision, edit_of
+from factpatch.data.revisions import Neighbour, Revision, edit_of, measured_texts
 from factpatch.deltas import Delta
 from factpatch.editors import EditMethod
 from factpatch.engine import edited
 from factpatch.errors import InputError
+from factpatch.evaluation.forced import forced_accuracies
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.metrics import Outcome
 from factpatch.models import Rows, TaskModel
@@ -29,8 +30,13 @@ def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revis
 
     In another precision or on another machine, predictions that are nearly ties can differ from those in the file.
     """
-    predictions = model.predict([revision.input for revision in revisions], cut=True)
-    return [replace(revision, prediction=text) for revision, text in zip(revisions, predictions, strict=True)]
+    neighbours = list(dict.fromkeys(one.input for revision in revisions for one in revision.neighbours))
+    answers = model.predict([*(revision.input for revision in revisions), *neighbours], cut=True)
+    beside = dict(zip(neighbours, answers[len(revisions) :], strict=True))
+    return [
+        replace(r, prediction=text, neighbours=tuple(Neighbour(n.input, beside[n.input]) for n in r.neighbours))
+        for r, text in zip(revisions, answers, strict=False)
+    ]
 
 
 def measure(
@@ -153,9 +159,10 @@ class Examiner:
         return self.examine_groups(changes, groups)
 
     def _examine(self, changes: Mapping[str, Delta], groups: Sequence[Sequence[Revision]]) -> list[list[Examined]]:
-        own_texts = [[text for r in group for text in (r.input, *r.rephrases, *r.human_rephrases)] for group in groups]
+        own_texts = [[text for revision in group for text in measured_texts(revision)] for group in groups]
         with edited(self.model.layers, changes):
             own = _answer_each(self.model, own_texts, self.parts)
+            forced = forced_accuracies(self.model, groups, self.parts) if self.scores else [{}] * len(groups)
             answered = [self._ask(batch, len(groups)) for batch in self.batches]
         scores, divergences = self._in_order([a.scores for a in answered]), self._in_order([a.kl for a in answered])
         found: list[list[Examined]] = []
@@ -169,7 +176,9 @@ class Examiner:
             for revision in group:
                 divergence = None if divergences is None else divergences[e]
                 target = edit_of(revision).a
-                one = outcome(revision, target, says, self.controls, says_others, divergence, together=group)
+                one = outcome(
+                    revision, target, says, self.controls, says_others, divergence, group, forced[e].get(revision.id)
+                )
                 found[-1].append(Examined(one, says, says_others, None if scores is None else scores[e]))
         return found
 

@@ -1,4 +1,4 @@
-"""Ways to hold many facts in one model: patches that are summed, merged by least squares or chosen by scope."""
+"""Ways to hold many facts in one model: patches that are summed, merged, chosen by scope, or made together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 from factpatch.covariance import Covariance
-from factpatch.data.revisions import Revision, edit_of
+from factpatch.data.revisions import Revision, edit_of, measured_texts
 from factpatch.errors import InputError
 from factpatch.evaluation.measure import Examined, Examiner
 from factpatch.evaluation.outcomes import outcome
@@ -57,7 +57,7 @@ def by_scope(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
     def measure(examiner: Examiner, patches: Sequence[Patch], group: Group) -> list[Examined]:
         fitted.index([revision.input for revision in group])
         fitted.calibrate_index(list(readable))
-        own = list(dict.fromkeys(text for r in group for text in (r.input, *r.rephrases, *r.human_rephrases)))
+        own = list(dict.fromkeys(text for revision in group for text in measured_texts(revision)))
         controls = [other.input for other in examiner.others]
         answers = predict_scoped(model, fitted, patches, [*own, *controls])
         says, says_others = dict(zip(own, answers, strict=False)), answers[len(own) :]
@@ -82,6 +82,7 @@ MERGES: dict[str, Merge] = {
     "sum": by_sum,
     "solve": by_solve,
     "scope": by_scope,
+    "own": by_sum,  # of the one patch that the method itself makes for the whole group
 }
 
 

@@ -53,16 +53,24 @@ def outcome(
     control_answers: Sequence[str],
     kl: NDArray[np.float32] | None = None,
     together: Sequence[Revision] = (),
+    forced: Mapping[str, float] | None = None,
 ) -> Outcome:
     """Measures one edit from the edited model's answers.
 
-    `answers` maps x and its paraphrases to their answers; `control_answers` and `kl` are in the order of `controls`.
-    `together` lists the revisions that were edited at the same time. None of their inputs or paraphrases counts as a
+    `answers` maps x, its paraphrases and its neighbours to their answers; `control_answers` and `kl` are in the order
+    of `controls`; `forced` maps x and its paraphrases to the target's token accuracy under teacher forcing. `together`
+    lists the revisions that were edited at the same time. None of their inputs or paraphrases counts as a
     control input, and x itself never counts as its own paraphrase.
     """
-    kept = controls.apart_from([revision, *together])
+    edited = [revision, *together]
+    kept = controls.apart_from(edited)
     now = controls.numbers(control_answers)
     with_answers = kept & controls.has_answers
+
+    own = frozenset[str]().union(*map(own_forms, edited))
+    neighbours = [one for one in revision.neighbours if normalize(one.input) not in own]
+    paraphrases = [t for t in (*revision.rephrases, *revision.human_rephrases) if not same(t, revision.input)]
+    accuracies = forced or {}
 
     def answers_to(texts: Sequence[str]) -> list[str]:
         return [answers[text] for text in texts if not same(text, revision.input)]
@@ -76,5 +84,8 @@ def outcome(
         correct_before=controls.correct[with_answers],
         correct_after=controls.matches_answers(now)[with_answers],
         kl=np.empty(0) if kl is None else kl[kept].astype(np.float64),
+        neighbours_unchanged=[same(answers[one.input], one.prediction) for one in neighbours],
+        forced=accuracies.get(revision.input),
+        forced_paraphrases=[accuracies[text] for text in paraphrases if text in accuracies],
     )
     return measure_all(seen)

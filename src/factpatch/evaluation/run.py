@@ -17,10 +17,12 @@ from factpatch.backends import tensor_core_products
 from factpatch.data.revisions import Revision, edit_of, editable
 from factpatch.device import find_dtype, surroundings
 from factpatch.editors import EditMethod
+from factpatch.editors.prompt import FactInPrompt
 from factpatch.errors import FactpatchError, FileError, InputError
 from factpatch.evaluation.details import write_details
 from factpatch.evaluation.lines import edit_line, open_lines, outcome_of, write_shared
-from factpatch.evaluation.measure import Examiner, predicted_now
+from factpatch.evaluation.measure import Examined, Examiner, predicted_now
+from factpatch.evaluation.prompted import PromptExaminer
 from factpatch.evaluation.summary import FILE, Conditions, Result, Summary
 from factpatch.evaluation.together import (
     COVERED,
@@ -129,11 +131,29 @@ def _measure_each(
     if lines:
         lines.keep(min(done * size, len(edits)))
     on_done(min(done * size, len(edits)))
-    examiner = Examiner(model, others, size, scores=True) if done < len(batches) else None
+    examine = _examine_with(method, model, others, folder) if done < len(batches) else None
 
     def make_lines(number: int) -> list[str]:
-        assert examiner is not None
+        assert examine is not None
         batch = batches[number]
+        return [edit_line(revision, one) for revision, one in zip(batch, examine(number, batch), strict=True)]
+
+    write_shared(lines, range(done, len(batches)), make_lines, on_done)
+    if lines is None:
+        return None, None
+    return lines, Result.of(list(map(outcome_of, lines.lines())), len(others), lines.seconds())
+
+
+def _examine_with(
+    method: EditMethod, model: TaskModel, others: Sequence[Revision], folder: Path
+) -> Callable[[int, Sequence[Revision]], list[Examined]]:
+    """Returns a function that measures a numbered batch; with the first one, it writes the details for figures."""
+    if isinstance(method, FactInPrompt):
+        prompted = PromptExaminer(method, model, others)
+        return lambda number, batch: prompted.examine(batch)
+    examiner = Examiner(model, others, method.at_once(model), scores=True)
+
+    def examine(number: int, batch: Sequence[Revision]) -> list[Examined]:
         asked = [edit_of(revision) for revision in batch]
         # Only the first batch is split into patches, because figures show its edits one by one.
         patches = method.propose(model, asked) if number == 0 else []
@@ -141,12 +161,9 @@ def _measure_each(
         examined = examiner.examine(changes, batch)
         if patches:
             write_details(folder, examiner, patches, batch, examined)
-        return [edit_line(revision, one) for revision, one in zip(batch, examined, strict=True)]
+        return examined
 
-    write_shared(lines, range(done, len(batches)), make_lines, on_done)
-    if lines is None:
-        return None, None
-    return lines, Result.of(list(map(outcome_of, lines.lines())), len(others), lines.seconds())
+    return examine
 
 
 def _conditions(

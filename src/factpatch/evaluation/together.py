@@ -91,7 +91,9 @@ def measure_together(
 
     def make_lines(number: int) -> list[str]:
         group, start = groups[number], time.perf_counter()
-        patches = method.propose(model, [edit_of(revision) for revision in group])
+        asked = [edit_of(revision) for revision in group]
+        own_way = together.merge == "own"
+        patches = [method.propose_together(model, asked)] if own_way else method.propose(model, asked)
         examined = measure(examiner, patches, group)
         about = {"facts": len(group), "group": number, "seconds": time.perf_counter() - start}
         return [edit_line(revision, one, **about) for revision, one in zip(group, examined, strict=True)]

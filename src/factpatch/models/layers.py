@@ -43,6 +43,20 @@ def block_names(layers: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(match[1] for match in found if match))
 
 
+def feed_forward_weights(model: nn.Module, layers: Iterable[str], blocks: int | None = None) -> dict[str, list[str]]:
+    """The weights outside attention, by block and in the order of their definition: the block's feed-forward network.
+
+    `blocks` limits them to the last few blocks of each stack, such as the encoder's and the decoder's.
+    """
+    attention = tuple(f"{name}." for name, module in model.named_modules() if "Attention" in type(module).__name__)
+    outside = [name for name in layers if not name.startswith(attention)]
+    found = {block: [name for name in outside if name.startswith(f"{block}.")] for block in block_names(outside)}
+    stacks: dict[str, list[str]] = {}
+    for block in found:
+        stacks.setdefault(block.rpartition(".")[0], []).append(block)
+    return {block: found[block] for names in stacks.values() for block in names[-(blocks or len(names)) :]}
+
+
 def _block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():

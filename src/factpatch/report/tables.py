@@ -54,15 +54,6 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Section:
-    """The runs of one task and model."""
-
-    title: str
-    lines: list[Line]
-    note: str  # why nothing is bold; empty otherwise
-
-
-@dataclass(frozen=True)
 class Column:
     """Metrics that are shown side by side."""
 
@@ -78,9 +69,23 @@ class Column:
         return f"{self.first.label}{unit} {self.first.arrow}"
 
 
-def columns() -> list[Column]:
-    """Returns the columns of the table, from METRICS."""
-    shown = {key: metric for key, metric in METRICS.items() if metric.in_tables}
+@dataclass(frozen=True)
+class Section:
+    """The runs of one task and model."""
+
+    title: str
+    columns: list[Column]  # the same in all sections of a table
+    lines: list[Line]
+    note: str  # why nothing is bold; empty otherwise
+
+
+def columns(runs: Sequence[Evaluation]) -> list[Column]:
+    """Returns the columns of the table, from METRICS; optional ones only if a run has a value."""
+    shown = {
+        key: metric
+        for key, metric in METRICS.items()
+        if metric.in_tables and (not metric.optional or any(run.result.metrics[key] is not None for run in runs))
+    }
     return [
         Column({key: metric, **{k: m for k, m in shown.items() if m.column_of == key}})
         for key, metric in shown.items()
@@ -89,22 +94,23 @@ def columns() -> list[Column]:
 
 
 def main_table(runs: Sequence[Evaluation]) -> list[Section]:
-    return [_section(group) for group in grouped(runs)]
+    shown = columns(runs)
+    return [_section(group, shown) for group in grouped(runs)]
 
 
-def _section(group: Group) -> Section:
+def _section(group: Group, shown: list[Column]) -> Section:
     differing = differing_conditions(group.runs)
     ranked = {} if differing else {key: best_runs(group.runs, key) for key in METRICS}
     lines = [
         Line(
             label=run.label,
-            cells=[[_number(run, key, i in ranked.get(key, ())) for key in column.metrics] for column in columns()],
+            cells=[[_number(run, key, i in ranked.get(key, ())) for key in column.metrics] for column in shown],
             size=f"{run.result.edits:,} × {run.result.retain_inputs:,}",
         )
         for i, run in enumerate(group.runs)
     ]
     note = f"Nothing is bold, because the runs differ in {' and '.join(differing)}." if differing else ""
-    return Section(group.title, lines, note)
+    return Section(group.title, shown, lines, note)
 
 
 def best_runs(runs: Sequence[Evaluation], key: str) -> set[int]:
@@ -147,9 +153,9 @@ def markdown(table: Sequence[Section]) -> str:
         value = f"**{number.value}**" if number.best else number.value
         return f"{value} {number.interval}".strip()
 
-    titles = ["Method", *(column.title for column in columns()), "Edits × inputs"]
     sections = []
     for section in table:
+        titles = ["Method", *(column.title for column in section.columns), "Edits × inputs"]
         rows = [
             [_markdown_text(line.label), *(" / ".join(map(show, _kept(cell))) for cell in line.cells), line.size]
             for line in section.lines
@@ -171,7 +177,7 @@ def latex(table: Sequence[Section]) -> str:
     def bold(number: Number) -> str:
         return f"\\textbf{{{latex_text(number.value)}}}" if number.best else latex_text(number.value)
 
-    found = columns()
+    found = table[0].columns if table else []
     width = len(found) + 2
     units = [f"{column.first.unit} {column.first.arrow}".strip() for column in found]
     body = [
@@ -224,7 +230,8 @@ def terminal_table(table: Sequence[Section]) -> TerminalTable:
     caption = "\n".join(["Rates in %, 95 % intervals in brackets; equivalence: generated / human", *notes])
     shown = TerminalTable(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption=caption)
     shown.add_column("Method", no_wrap=True)
-    for title in (*(f"{column.first.short} {column.first.arrow}" for column in columns()), "Edits × inputs"):
+    found = table[0].columns if table else []
+    for title in (*(f"{column.first.short} {column.first.arrow}" for column in found), "Edits × inputs"):
         shown.add_column(title, justify="right", overflow="fold")
     for section in table:
         shown.add_row(f"[italic]{escape(fill(section.title, 23))}[/]")

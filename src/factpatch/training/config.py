@@ -11,7 +11,7 @@ from factpatch.editors.registry import METHODS, find_method
 from factpatch.errors import InputError
 from factpatch.training.settings import merged, preset_values, read_settings, read_toml, typed
 
-PRESETS = ("fc", "qa", "cpu-fc", "cpu-qa", "paper-fc", "paper-qa")
+PRESETS = ("fc", "qa", "lm", "cpu-fc", "cpu-qa", "cpu-lm", "paper-fc", "paper-qa", "mend")
 CONSTRAINTS = {"kl": ("kl",), "lp": ("lp",), "both": ("kl", "lp"), "none": ()}
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "constraint": tuple(CONSTRAINTS),
@@ -25,7 +25,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 POSITIVE = (
     *("p", "margin", "margin_floor", "lp_margin", "lp_margin_floor", "margin_factor", "updates", "edits", "split"),
-    "together",
+    *("together", "multiplier"),
     *("rows", "max_tokens", "steps", "lr", "multiplier_lr", "holdout", "validations", "validation_edits"),
     *("validation_inputs", "validation_share", "final_edits", "final_inputs", "control_pool", "minutes", "clip"),
 )
@@ -51,6 +51,7 @@ class TrainConfig:
     lp_margin_floor: float = 1e-9
     margin_factor: float = 0.8  # multiplies the margins after each validation whose success is above anneal_above
     anneal_above: float = 0.9
+    multiplier: float | None = None  # constant weight of the constraints; None means multipliers that follow the margin
     paraphrases: str = "generated"  # paraphrases to learn from: generated, human, all or none
     paraphrase_rows: int = 1  # paraphrases drawn per edit
     label_smoothing: float = 0.0  # of the edit loss

@@ -20,14 +20,19 @@ class Lagrangian(nn.Module):
         factor: float = 0.8,
         above: float = 0.9,
         optimizer: str = "rmsprop",
+        constant: float | None = None,
     ):
-        """`margins` maps each constraint to its initial and its smallest margin; `anneal` multiplies by `factor`."""
+        """`margins` maps each constraint to its initial and its smallest margin; `anneal` multiplies by `factor`.
+
+        With `constant`, every multiplier keeps this value: the objective is then a plain weighted sum.
+        """
         super().__init__()
         self.names = tuple(margins)
         self.floors = [floor for _, floor in margins.values()]
         self.factor = factor
         self.above = above
-        self.multipliers = nn.Parameter(torch.ones(len(margins)))
+        self.multipliers = nn.Parameter(torch.full((len(margins),), 1.0 if constant is None else constant))
+        self.constant = constant is not None
         self.register_buffer("margins", torch.tensor([start for start, _ in margins.values()], dtype=torch.float64))
         # Not centred: while C stays far below m, the gradient hardly varies, and its variance, a difference of two
         # nearly equal numbers, would be rounded to below 0.
@@ -41,6 +46,8 @@ class Lagrangian(nn.Module):
     @torch.no_grad()
     def update(self, values: Tensor, lr: float) -> None:
         """Makes one step of gradient ascent: α grows where C − m is positive."""
+        if self.constant:
+            return
         self.multipliers.grad = (self.margins - values).float()  # optimizers descend
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()

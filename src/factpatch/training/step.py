@@ -38,7 +38,8 @@ class Learner:
         self.accelerator = accelerator
         margins = {"kl": (config.margin, config.margin_floor), "lp": (config.lp_margin, config.lp_margin_floor)}
         used = {name: margins[name] for name in config.constraints}
-        self.lagrangian = Lagrangian(used, config.margin_factor, config.anneal_above, config.optimizer)
+        annealing = config.margin_factor, config.anneal_above
+        self.lagrangian = Lagrangian(used, *annealing, config.optimizer, config.multiplier)
         self.lagrangian.to(accelerator.device)
         self.parameters = list(editor.parameters())
         options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}

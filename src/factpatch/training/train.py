@@ -14,6 +14,7 @@ import torch
 from accelerate.tracking import get_available_trackers
 
 from factpatch.covariance import Covariance
+from factpatch.data.holdout import hash_shuffled
 from factpatch.data.records import source_hash
 from factpatch.data.revisions import Revision, load_revisions, teachable
 from factpatch.device import find_dtype, surroundings
@@ -146,6 +147,9 @@ class Train(Run):
             )
         revisions = teachable(model, revisions)
         self.sampler = Sampler(revisions, config)
+        if self.init is None:
+            self.editor.calibrated(model, hash_shuffled(revisions, config.seed))
+            self.best = copy_of(self.editor)
         self.batcher = Batcher(model, self.editor, revisions, config)
 
         def on_share(share: float) -> None:

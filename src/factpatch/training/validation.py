@@ -87,7 +87,8 @@ class Validator:
     def _with_few_paraphrases(self, revision: Revision, rng: random.Random) -> Revision:
         few = {
             kind: tuple(rng.sample(texts, min(self.config.validation_paraphrases, len(texts))))
-            for kind, texts in (("rephrases", revision.rephrases), ("human_rephrases", revision.human_rephrases))
+            for kind in ("rephrases", "human_rephrases", "neighbours")
+            for texts in (getattr(revision, kind),)
         }
         return replace(revision, **few)
 

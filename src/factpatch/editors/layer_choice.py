@@ -1,0 +1,31 @@
+"""Which weights a method without training changes, from the text that a user gives."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from factpatch.errors import InputError
+from factpatch.models import TaskModel
+from factpatch.models.layers import block_names, feed_forward_weights
+
+
+def chosen_layers(model: TaskModel, choice: str) -> dict[str, nn.Module]:
+    """The editable layers that a text names.
+
+    It is "all", a block such as bert.encoder.layer.0, a pattern such as `*.mlp.*`, "mlp" for all feed-forward weights,
+    or "mlp:3" for those of the last three blocks of each stack.
+    """
+    kind, _, number = choice.partition(":")
+    if choice == "all":
+        return model.layers
+    if kind == "mlp" and (not number or (number.isdecimal() and int(number) > 0)):
+        found = feed_forward_weights(model.model, model.layers, int(number) if number else None)
+        return {name: model.layers[name] for names in found.values() for name in names}
+    pattern = choice if set(choice) & set("*?[") else f"{choice}.*"
+    layers = {name: layer for name, layer in model.layers.items() if fnmatchcase(name, pattern)}
+    if not layers:
+        known = ", ".join(block_names(model.layers))
+        raise InputError(f"the model has no block {choice!r}; choose all, or one of {known}")
+    return layers

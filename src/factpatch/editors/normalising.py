@@ -1,0 +1,72 @@
+"""Running mean and standard deviation of [u; g], a layer's input and output gradient at the tokens of edits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from factpatch.engine import Trace
+
+EPSILON = 1e-7  # added to standard deviations
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The mean and the spread of vectors seen so far."""
+
+    count: int
+    mean: Tensor  # (width,)
+    squares: Tensor  # (width,)  sum of squared distances from the mean
+
+    @classmethod
+    def empty(cls, width: int, like: Tensor) -> Self:
+        zeros = torch.zeros(width, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
+        return cls(0, zeros, zeros)
+
+    def plus(self, x: Tensor) -> Self:
+        """The moments with more vectors (rows, width), by the parallel form of Welford's update."""
+        if not len(x):
+            return self
+        x = x.to(self.mean.dtype)
+        count, mean = self.count + len(x), x.mean(0)
+        apart = mean - self.mean
+        squares = self.squares + (x - mean).square().sum(0) + apart.square() * (self.count * len(x) / count)
+        return type(self)(count, self.mean + apart * (len(x) / count), squares)
+
+    @property
+    def std(self) -> Tensor:
+        """The standard deviation; 1 where it is unknown or 0, as for a ReLU unit that the sample never activates."""
+        std = (self.squares / max(self.count - 1, 1)).sqrt()
+        return std.where(std > 0, 1.0)
+
+
+def joined(trace: Trace) -> Tensor:
+    """[u; g] at each token: (edits, tokens, in + out)."""
+    dtype = torch.promote_types(trace.X.dtype, torch.float32)
+    return torch.cat([trace.X, trace.D], dim=-1).to(dtype)
+
+
+def with_gradient(trace: Trace) -> Tensor:
+    """Which tokens have a gradient, and are therefore neither padding nor without effect: (edits, tokens)."""
+    return trace.D.ne(0).any(-1)
+
+
+def add_traces(moments: Mapping[str, Moments], traces: Mapping[str, Trace]) -> dict[str, Moments]:
+    """The moments of each layer's [u; g], with those of more traces."""
+    found = dict(moments)
+    for name, trace in traces.items():
+        both = joined(trace)
+        known = found.get(name) or Moments.empty(both.shape[-1], both)
+        found[name] = known.plus(both[with_gradient(trace)])
+    return found
+
+
+def normalised(trace: Trace, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    """û (edits, tokens, in) and ĝ (edits, tokens, out); both are zero at tokens without a gradient."""
+    both = (joined(trace) - mean) / (std + EPSILON)
+    both = both * with_gradient(trace)[..., None]
+    return both.split([trace.X.shape[-1], trace.D.shape[-1]], dim=-1)  # pyright: ignore[reportReturnType]

@@ -1,0 +1,42 @@
+"""The fact in the prompt: every input is preceded by the new fact. This needs no editing, and nothing is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from factpatch.editors.base import EditMethod
+from factpatch.errors import InputError
+from factpatch.facts import FactEdit
+from factpatch.models import TaskModel
+from factpatch.patch import Patch
+
+
+@dataclass(frozen=True)
+class FactInPrompt(EditMethod):
+    """Puts the new fact before each input, for evaluation only: there are no weights to change and no patch."""
+
+    form: str = "{x} {a}. {input}"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.form, str) or any(self.form.count(part) != 1 for part in ("{x}", "{a}", "{input}")):
+            raise InputError(f"expected a form with {{x}}, {{a}} and {{input}}, once each, found {self.form!r}")
+
+    @property
+    def name(self) -> str:
+        return "prompt"
+
+    def at_once(self, model: TaskModel) -> int:
+        return 8
+
+    def describe(self, model: TaskModel) -> dict[str, Any]:
+        return {"layers": "none", "form": self.form}
+
+    def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
+        raise InputError("the method prompt changes no weights, so it has no patches; use another method")
+
+    def prompts(self, edit: FactEdit, inputs: Sequence[str]) -> list[str]:
+        """Each input with the fact before it."""
+        before, after = (part.replace("{x}", edit.x).replace("{a}", edit.a) for part in self.form.split("{input}"))
+        return [f"{before}{text}{after}" for text in inputs]
