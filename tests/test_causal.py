@@ -143,7 +143,7 @@ def test_generation_stops_where_the_text_will_be_cut_and_not_where_that_is_uncle
 def test_a_target_that_the_model_would_cut_short() -> None:
     model = build()
     model.tokenizer = _tokenizer([*tiny.VOCABULARY, "Yes.", "No"])
-    with pytest.raises(InputError, match="turns 'Yes. No' into 'Yes'"):
+    with pytest.raises(InputError, match=r"turns 'Yes\. No' into 'Yes'"):
         model.check_target("Yes. No")
 
 
