@@ -175,9 +175,9 @@ def test_prompts(template: str | None, prompt: str, space: str) -> None:
     assert model.template.space == space
     ids = model.encode(["lake"])[0]["input_ids"]
     assert ids.count(tiny.BOS) == 1
-    assert model.encode_targets(["paris and"]) == [
-        [tiny.VOCABULARY["paris"], tiny.VOCABULARY["and"], tiny.EOS]
-    ], "whatever stands before the target"
+    assert model.encode_targets(["paris and"]) == [[tiny.VOCABULARY["paris"], tiny.VOCABULARY["and"], tiny.EOS]], (
+        "whatever stands before the target"
+    )
 
 
 def test_only_the_question_is_cut_and_never_the_template() -> None:

@@ -77,7 +77,8 @@ def test_from_fitting_to_a_report(runs: Path, run: Callable[..., Ran]) -> None:
     assert applied.code == 0, applied.err
     assert run("ask", "--model", runs / "new", "lake", "--json").json["answers"]
 
-    assert run("scope", "train", "--model", model, "--data", revisions, "--output", runs / "s.st", "--steps", 2).code == 0
+    scope = ("--data", revisions, "--output", runs / "scope.safetensors", "--steps", 2)
+    assert run("scope", "train", "--model", model, *scope).code == 0
 
 
 def test_another_template_is_refused_everywhere(runs: Path, run: Callable[..., Ran]) -> None:
