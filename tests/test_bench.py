@@ -105,7 +105,7 @@ def test_factors_of_128_bert_base_edits_stay_below_1_5_gb() -> None:
 def test_a_training_step_and_what_it_is_measured_by(name: str) -> None:
     """The reference's gradients equal those of a training step with the same edit."""
     model = tiny.build(name, vocab_size=20_000)
-    summary = bench.bench_train(model, edits=2, rows=4, tokens=5, repeats=1)
+    summary: Any = bench.bench_train(model, edits=2, rows=4, tokens=5, repeats=1)
     for key in ("edits_per_second", "reference_edits_per_second", "speedup", "limit_edits_per_second"):
         assert summary[key] > 0
     assert all(parameter.grad is None for parameter in model.model.parameters())

@@ -101,7 +101,7 @@ def train(
     from factpatch import bench
 
     with common.status_bar(f"{shape} on {model.device}") as update:
-        result = bench.bench_train(model, edits, rows, tokens, repeats, lambda share: update(share, ""))
+        result: dict[str, Any] = bench.bench_train(model, edits, rows, tokens, repeats, lambda share: update(share, ""))
     if as_json:
         common.print_json({**_about(shape, rows, tokens, model), **result})
         return
