@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -282,45 +281,3 @@ def test_out_of_memory(tmp_path: Path, run: Callable[..., Ran], monkeypatch: pyt
     ran = run("ask", "--model", tmp_path / "m", "lake")
     assert (ran.code, ran.err.count("\n")) == (1, 1)
     assert "out of memory" in ran.err
-
-
-# GGUF files
-
-
-def test_a_truncated_gguf_file(tmp_path: Path) -> None:
-    path = _gguf(tmp_path / "model.gguf", "llama")
-    path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match="not a readable GGUF file; it may be truncated"):
-        load_model(path, "cpu")
-
-
-def test_a_gguf_file_of_an_unknown_architecture(tmp_path: Path) -> None:
-    _gguf(tmp_path / "model.gguf", "perceiver")
-    with pytest.raises(ModelError, match="architecture perceiver, which transformers cannot read"):
-        load_model(tmp_path, "cpu")
-
-
-def test_a_folder_with_several_gguf_files(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        _gguf(tmp_path / f"{name}.gguf", "llama")
-    with pytest.raises(ModelError, match=r"holds 2 GGUF files; name one of them"):
-        load_model(tmp_path, "cpu")
-
-
-def test_gguf_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = _gguf(tmp_path / "model.gguf", "llama")
-    monkeypatch.setattr("factpatch.models.gguf.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"pip install 'factpatch\[gguf\]'"):
-        load_model(path, "cpu")
-
-
-def _gguf(path: Path, architecture: str) -> Path:
-    """Writes a GGUF file that names an architecture and has one tensor."""
-    gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_tensor("token_embd.weight", np.zeros((64, 32), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
