@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from conftest import loud_editor
 
 from factpatch import bench
-from factpatch.bench.shapes import ANSWER_TOKENS
+from factpatch.bench.shapes import ANSWER_TOKENS, split_step
 from factpatch.bench.ways import propose_and_run, published_edit, published_step
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
 from factpatch.training import TrainConfig
+from factpatch.training.batcher import StepBatch
 from factpatch.training.objective import Objective
+from factpatch.training.step import Learner
 
 
 @torch.no_grad()
@@ -98,11 +101,11 @@ def test_factors_of_128_bert_base_edits_stay_below_1_5_gb() -> None:
     assert 128 * (32 + 1) * sum(sum(layer.weight.shape) for layer in layers.values()) * 2 <= 1.5e9
 
 
-@pytest.mark.parametrize("name", ["bert", "bart"])
+@pytest.mark.parametrize("name", ["bert", "bart", "llama"])
 def test_a_training_step_and_what_it_is_measured_by(name: str) -> None:
     """The reference's gradients equal those of a training step with the same edit."""
     model = tiny.build(name, vocab_size=20_000)
-    summary = bench.bench_train(model, edits=2, rows=4, tokens=5, repeats=1)
+    summary: Any = bench.bench_train(model, edits=2, rows=4, tokens=5, repeats=1)
     for key in ("edits_per_second", "reference_edits_per_second", "speedup", "limit_edits_per_second"):
         assert summary[key] > 0
     assert all(parameter.grad is None for parameter in model.model.parameters())
@@ -126,3 +129,43 @@ def test_rows_under_patches() -> None:
     found = bench.bench_evaluate(tiny.build("bert", vocab_size=20_000), edits=2, rows=3, tokens=5, repeats=1)
     assert (found["fraction_of_limit"] or 0) > 0
     assert (found["rows_per_second"] or 0) > 0
+
+
+def test_an_edit_of_a_decoder_and_an_answer_under_it() -> None:
+    found: Any = bench.bench_edit(tiny.build("llama", vocab_size=20_000), edits=2, rows=2, tokens=5, repeats=1)
+    assert found["answer_ratio"] == found["edit_and_answer_seconds"] / found["backward_and_answer_seconds"]
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_step_in_parts_has_the_same_gradients(name: str) -> None:
+    """Large models run a step in parts, whose gradients are summed."""
+    model = tiny.build(name, vocab_size=20_000)
+    editor = loud_editor(model)
+    whole = bench.random_step(model, 5, 4, 5)
+    objective = Objective(model, TrainConfig(edits=5, rows=4), bench.kept_features(model, whole))
+    gradients = []
+    for parts in (1, 3):
+        batches = split_step(whole, 5, parts)
+        assert len(batches) == parts
+        editor.zero_grad()
+        for batch in batches:
+            measured = objective(editor, batch)
+            (measured.loss + measured.constraints.sum()).backward()
+        gradients.append([parameter.grad.clone() for parameter in editor.parameters() if parameter.grad is not None])
+    largest = max(float(gradient.abs().max()) for gradient in gradients[0])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * largest)
+
+
+def test_a_step_that_does_not_fit_is_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build("llama", vocab_size=20_000)
+    rows_at_once = []
+
+    def step(learner: Learner, batches: Sequence[StepBatch]) -> None:
+        rows_at_once.append(max(len(batch.rows) for batch in batches))
+        if rows_at_once[-1] > 3:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Learner, "step", step)
+    assert bench.bench_train(model, edits=4, rows=3, tokens=5, repeats=1)["parts"] == 4
+    assert rows_at_once[:3] == [12, 6, 3]

@@ -211,3 +211,17 @@ def test_an_editor_on_its_models_device_is_not_moved(bart: TaskModel, monkeypatc
 
     monkeypatch.setattr(editor, "to", moved)
     assert editor.propose(bart, [FactEdit(QUESTIONS[0], "paris")])
+
+
+def test_wide_word_embeddings_are_reduced(tmp_path: Path) -> None:
+    """A decoder's vocabulary is large; the directions of largest variance keep the differences between its words."""
+    model = tiny.build("llama")
+    editor = HyperNetwork.for_model(model, EditorConfig(width=16, bottleneck=4, lstm=4, embedding=31))
+    found = editor.fact_encoder.embedding.weight
+    assert found.shape == (len(tiny.VOCABULARY), 31)
+    distances = torch.cdist(model.word_embeddings, model.word_embeddings)
+    assert torch.allclose(torch.cdist(found, found), distances, rtol=0.1, atol=0.01)
+    editor.save(tmp_path / "editor")
+    loaded = load_editor(tmp_path / "editor")
+    assert isinstance(loaded, HyperNetwork)
+    assert torch.equal(loaded.fact_encoder.embedding.weight, found)

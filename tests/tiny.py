@@ -141,9 +141,8 @@ _opt = {
 }
 _gemma = {  # whose first layer sees only the last four tokens
     **_grouped,
-    "num_hidden_layers": 3,
     "sliding_window": 4,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "layer_types": ["sliding_attention", "full_attention"],
     "query_pre_attn_scalar": 8,
 }
 

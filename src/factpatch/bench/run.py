@@ -13,14 +13,23 @@ from collections.abc import Callable
 import torch
 
 from factpatch.backends import no_cudnn_attention, tensor_core_products
-from factpatch.bench.shapes import kept_features, random_edits, random_rows, random_step
-from factpatch.bench.ways import forward_and_back, frozen_alone, propose_and_run, published_edit, published_step
+from factpatch.bench.shapes import ANSWER_TOKENS, kept_features, random_edits, random_rows, random_step, split_step
+from factpatch.bench.ways import (
+    backward_and_answer,
+    edit_and_answer,
+    forward_and_back,
+    frozen_alone,
+    propose_and_run,
+    published_edit,
+    published_step,
+)
 from factpatch.deltas import Delta
 from factpatch.editors.hypernetwork import HyperNetwork
 from factpatch.engine import edited
-from factpatch.models import TaskModel
+from factpatch.models import Causal, Rows, TaskModel
 from factpatch.processes import accelerator_on
 from factpatch.training import TrainConfig
+from factpatch.training.batcher import StepBatch
 from factpatch.training.objective import Objective
 from factpatch.training.step import Learner
 
@@ -58,7 +67,25 @@ def bench_edit(
         seconds = _medians(ways, model.device, repeats, report, before_run)
         alone = {"one_edit_per_second": 1 / seconds["one"], "one_edit_speedup": seconds["reference"] / seconds["one"]}
         rates.append(_rates(edits, seconds["batch"], seconds["reference"], seconds["limit"]) | alone)
-    return {**rates[0], "memory_given_back": rates[1] if trim else None, "factor_bytes": factor_bytes}
+    answering = _answering(model, editor, tokens, repeats) if isinstance(model, Causal) else {}
+    return {**rates[0], **answering, "memory_given_back": rates[1] if trim else None, "factor_bytes": factor_bytes}
+
+
+def _answering(model: Causal, editor: HyperNetwork, tokens: int, repeats: int) -> dict[str, float]:
+    """Times one edit with a generated answer, and the same answer and a backward pass without an edit."""
+    model.limit_answers(ANSWER_TOKENS)
+    one = random_edits(model, 1, tokens)
+    question = Rows(one.rows.inputs)
+    ways: dict[str, Callable[[], object]] = {
+        "edited": lambda: edit_and_answer(editor, model, one, question),
+        "plain": lambda: backward_and_answer(model, one, question),
+    }
+    seconds = _medians(ways, model.device, repeats, lambda share: None)
+    return {
+        "edit_and_answer_seconds": seconds["edited"],
+        "backward_and_answer_seconds": seconds["plain"],
+        "answer_ratio": seconds["edited"] / seconds["plain"],
+    }
 
 
 # Training
@@ -68,41 +95,71 @@ def bench_edit(
 @tensor_core_products()
 def bench_train(
     model: TaskModel, edits: int, rows: int, tokens: int, repeats: int, on_progress: Progress = lambda share: None
-) -> dict[str, float | int]:
+) -> dict[str, float | int | None]:
     """Times a training step, a step of the published implementation with one edit, and the minimum work of a step."""
     config = TrainConfig(edits=edits, rows=rows, max_tokens=tokens)
     accelerator = accelerator_on(model.device)
     editor = HyperNetwork.for_model(model)
-    batch, one = random_step(model, edits, rows, tokens), random_step(model, 1, rows, tokens)
+    whole, one = random_step(model, edits, rows, tokens), random_step(model, 1, rows, tokens)
     with torch.no_grad():
-        factor_bytes = _nbytes(editor.update(model, batch.edit_batch))
-        objective = Objective(model, config, kept_features(model, batch))
         kept_of_one = kept_features(model, one)
+        objective = Objective(model, config, kept_features(model, whole))
     learner = Learner(editor, config, objective, accelerator)
     optimizer = torch.optim.RMSprop(editor.parameters(), lr=config.lr, centered=True)
+    start = time.perf_counter()
+    parts = _fitting_parts(learner, whole, edits)
+    for _ in range(2):  # the first step runs kernel by kernel, the second is recorded as a CUDA graph
+        learner.step(parts)
+    prepared = time.perf_counter() - start
     ways: dict[str, Callable[[], object]] = {
-        "step": lambda: learner.step([batch]),
+        "step": lambda: learner.step(parts),
         "reference": lambda: published_step(editor, model, one, kept_of_one, optimizer),
-        "limit": lambda: forward_and_back(model, model.model, batch.rows),
+        "limit": lambda: [forward_and_back(model, model.model, part.rows) for part in parts],
     }
     if model.device.type == "cuda":
         compiled = torch.compile(model.model)
-        ways["compiled_limit"] = lambda: forward_and_back(model, compiled, batch.rows)
+        ways["compiled_limit"] = lambda: [forward_and_back(model, compiled, part.rows) for part in parts]
         ways["compiled_limit"]()
-    start = time.perf_counter()
-    for _ in range(3):  # the first step runs kernel by kernel, the second is recorded as a CUDA graph
-        ways["step"]()
-    prepared = time.perf_counter() - start
+        torch.cuda.reset_peak_memory_stats(model.device)
     medians: dict[str, float] = {}
+    memory: int | None = None
     for number, (name, way) in enumerate(ways.items()):  # one by one, because training does not alternate
         medians |= _medians({name: way}, model.device, repeats, _part(on_progress, number, len(ways)))
+        if name == "step" and model.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(model.device)
     limit = min(medians["limit"], medians.get("compiled_limit", medians["limit"]))
     return {
         **_rates(edits, medians["step"], medians["reference"], limit),
         "prepare_seconds": prepared,
         "recorded": bool(learner.graphed.graphs),
-        "factor_bytes": factor_bytes,
+        "parts": len(parts),
+        "memory_bytes": memory,
+        "model_parameters": model.model.num_parameters(),
+        "editor_parameters": sum(parameter.numel() for parameter in editor.parameters()),
+        "factor_bytes": _factor_bytes(editor, model, parts[0]) * len(parts),
     }
+
+
+def _fitting_parts(learner: Learner, batch: StepBatch, edits: int) -> list[StepBatch]:
+    """The parts in which a step fits into the GPU's memory, found as training finds them: by doubling their number."""
+    parts = 1
+    while True:
+        batches = split_step(batch, edits, parts)
+        try:
+            learner.step(batches)
+            return batches
+        except torch.cuda.OutOfMemoryError:
+            if learner.graphed.release():
+                continue
+            if parts >= edits:
+                raise
+        torch.cuda.empty_cache()
+        parts *= 2
+
+
+@torch.no_grad()
+def _factor_bytes(editor: HyperNetwork, model: TaskModel, batch: StepBatch) -> int:
+    return _nbytes(editor.update(model, batch.edit_batch))
 
 
 # Evaluation

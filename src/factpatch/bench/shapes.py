@@ -12,19 +12,23 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
     MarianConfig,
     MarianMTModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 from factpatch.device import find_device, find_dtype
 from factpatch.editors import Condition, EditBatch
 from factpatch.errors import InputError
-from factpatch.models import Classifier, Rows, Seq2Seq, TaskModel
+from factpatch.models import Causal, Classifier, Rows, Seq2Seq, TaskModel
 from factpatch.training.batcher import ControlTargets, StepBatch, Targets
 
 WORDS = [f"w{i}" for i in range(1000)]
-ANSWER_TOKENS = 8  # length of the answers of an encoder-decoder
+ANSWER_TOKENS = 8  # length of the answers of encoder-decoders and decoders
 
 
 def _bert(**sizes: int) -> TaskModel:
@@ -40,6 +44,16 @@ def _marian() -> TaskModel:
     ids = {"vocab_size": 59514, "pad_token_id": 59513, "eos_token_id": 0, "decoder_start_token_id": 59513}
     sizes = _stacks(layers=6, attention_heads=8, ffn_dim=2048)
     return Seq2Seq(MarianMTModel(MarianConfig(d_model=512, max_position_embeddings=512, **ids, **sizes)), _tokenizer())
+
+
+def _llama(**sizes: int | bool) -> TaskModel:
+    return Causal(LlamaForCausalLM(LlamaConfig(max_position_embeddings=8192, **sizes)), _tokenizer())
+
+
+def _qwen() -> TaskModel:
+    sizes = {"vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 2}
+    return Causal(Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=True)), _tokenizer())
 
 
 def _stacks(**sizes: int) -> dict[str, int]:
@@ -59,14 +73,39 @@ SHAPES: dict[str, Callable[[], TaskModel]] = {
     "bart-base": _bart,
     "minilm": lambda: _bert(hidden_size=384, num_hidden_layers=6, intermediate_size=1536),
     "marian": _marian,
+    "smollm2": lambda: _llama(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
+    "qwen-1.5b": _qwen,
+    "llama-8b": lambda: _llama(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
 }
 
 
 def shaped_model(shape: str, device: str | None = None, precision: str | None = None) -> TaskModel:
     if shape not in SHAPES:
         raise InputError(f"there is no shape called {shape!r}; choose one of {', '.join(SHAPES)}")
-    model = SHAPES[shape]()
-    model.model.to(device=find_device(device), dtype=find_dtype(precision, device))
+    where, dtype, before = find_device(device), find_dtype(precision, device), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # large models are built in place: in float32 they may not fit into memory
+    try:
+        with where:
+            model = SHAPES[shape]()
+    finally:
+        torch.set_default_dtype(before)
+    model.model.to(device=where, dtype=dtype)
+    model.fingerprint = f"random {shape}"  # instead of a hash, which takes a minute for a large model
     return model
 
 
@@ -93,22 +132,50 @@ def random_edits(model: TaskModel, edits: int, tokens: int) -> EditBatch:
 def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBatch:
     """Makes a training batch, in which two rows of each edit should change and the others should not."""
     batch = random_rows(model, edits * rows, tokens)
+    return _step(random_edits(model, edits, tokens), batch, edits, first=0, share=1.0)
+
+
+def split_step(batch: StepBatch, edits: int, parts: int) -> list[StepBatch]:
+    """Splits a random training batch into parts with consecutive edits."""
+    if parts == 1:
+        return [batch]
+    found: list[StepBatch] = []
+    start = 0
+    for part in torch.arange(edits).chunk(parts):
+        count = len(part)
+        mine, own_rows = slice(start, start + count), len(batch.rows) // edits
+        inside = slice(start * own_rows, (start + count) * own_rows)
+        condition = Condition(batch.edit_batch.condition.ids[mine], batch.edit_batch.condition.lengths[mine])
+        edit_batch = EditBatch(_rows(batch.edit_batch.rows, mine), condition)
+        first = start * len(batch.control_targets.labels) // edits
+        found.append(_step(edit_batch, _rows(batch.rows, inside), count, first, count / edits))
+        start += count
+    return found
+
+
+def _rows(rows: Rows, part: slice) -> Rows:
+    assert rows.labels is not None
+    return Rows({name: tensor[part] for name, tensor in rows.inputs.items()}, rows.labels[part])
+
+
+def _step(edit_batch: EditBatch, batch: Rows, edits: int, first: int, share: float) -> StepBatch:
+    """A batch with a share of a step's weights; `first` is the index of its first control position in the table."""
     labels = batch.labels
     assert labels is not None
     answer = labels[0].numel()
-    positions = torch.arange(edits * rows * answer, device=model.device).view(edits, rows, answer)
+    positions = torch.arange(labels.numel(), device=labels.device).view(edits, -1, answer)
     edit, keep = positions[:, :2].flatten(), positions[:, 2:].flatten()
 
     def weights(chosen: Tensor) -> Tensor:
-        return torch.full((len(chosen),), 1 / len(chosen), device=model.device)
+        return torch.full((len(chosen),), share / len(chosen), device=labels.device)
 
-    chosen = Rows(batch.inputs, labels, torch.cat([edit, keep]))
-    index = torch.arange(len(keep), device=model.device)
     return StepBatch(
-        random_edits(model, edits, tokens),
-        chosen,
+        edit_batch,
+        Rows(batch.inputs, labels, torch.cat([edit, keep])),
         Targets(labels.flatten()[edit], weights(edit), edit),
-        ControlTargets(labels.flatten()[keep], weights(keep), keep, index),
+        ControlTargets(
+            labels.flatten()[keep], weights(keep), keep, first + torch.arange(len(keep), device=keep.device)
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from factpatch.constraints import kl
 from factpatch.editors import EditBatch, HyperNetwork
 from factpatch.editors.network import WeightNormLinears
 from factpatch.engine import edited
-from factpatch.models import Rows, Seq2Seq, TaskModel
+from factpatch.models import Causal, Rows, Seq2Seq, TaskModel
 from factpatch.training.batcher import StepBatch
 
 
@@ -73,6 +73,19 @@ def frozen_alone(model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
     return model.logits(rows)
 
 
+def edit_and_answer(editor: HyperNetwork, model: TaskModel, batch: EditBatch, question: Rows) -> None:
+    """Makes one edit and answers a question under it."""
+    with edited(model.layers, editor.update(model, batch)):
+        model.decide(question, edits=1)
+
+
+def backward_and_answer(model: TaskModel, batch: EditBatch, question: Rows) -> None:
+    """Answers a question without an edit, and computes one backward pass: the minimum for an edit and its answer."""
+    with _gradients_start_at_embeddings(model), torch.enable_grad():
+        model.losses(batch.rows).sum().backward()
+    model.decide(question, edits=1)
+
+
 def forward_and_back(model: TaskModel, network: Callable[..., Any], rows: Rows) -> None:
     """Runs rows through the frozen model and back to the embeddings: the minimum cost of a training step."""
     with _gradients_start_at_embeddings(model):
@@ -90,9 +103,12 @@ def _gradients_start_at_embeddings(model: TaskModel) -> Iterator[None]:
         yield
 
 
-def _inputs(model: TaskModel, rows: Rows) -> dict[str, Tensor]:
-    """Returns the arguments of the network's forward method."""
-    inputs = dict(rows.inputs)
+def _inputs(model: TaskModel, rows: Rows) -> dict[str, Any]:
+    """Returns the arguments of the network's forward method, with which its logits are those of the targets."""
+    if isinstance(model, Causal):
+        assert rows.labels is not None
+        return {**model.joint_inputs(rows), "use_cache": False, "logits_to_keep": rows.labels.shape[1]}
+    inputs: dict[str, Any] = dict(rows.inputs)
     if isinstance(model, Seq2Seq):
         inputs["decoder_input_ids"] = model.model.prepare_decoder_input_ids_from_labels(labels=rows.labels)
     return inputs

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 
 Shape = Annotated[
-    Literal["bert-base", "bart-base", "minilm", "marian"],
-    typer.Option(help="The architecture to time, with random weights: bert-base, bart-base, minilm or marian."),
+    Literal["bert-base", "bart-base", "minilm", "marian", "smollm2", "qwen-1.5b", "llama-8b"],
+    typer.Option(help="The architecture to time, with random weights."),
 ]
 Tokens = Annotated[int, typer.Option(min=2, max=512, help="Tokens per row; claims have about 16.")]
 
@@ -69,6 +69,11 @@ def edit(
         table.add_row(name, *cells, *([common.per_second(given_back[key])] if given_back else []))
     common.stdout.print(table)
     _explain(*EXPLANATIONS)
+    if "answer_ratio" in result:
+        common.stdout.print(
+            f"One edit and an answer under it take {result['edit_and_answer_seconds']:.2f} s, "
+            f"{result['answer_ratio']:.2f} times as long as an unedited answer and a backward pass."
+        )
     if given_back:
         _explain("memory given back: free memory is returned to the operating system before each run")
     common.stdout.print(f"The low-rank factors of {edits} edits take {result['factor_bytes'] / 1e6:.1f} MB.")
@@ -96,7 +101,7 @@ def train(
     from factpatch import bench
 
     with common.status_bar(f"{shape} on {model.device}") as update:
-        result = bench.bench_train(model, edits, rows, tokens, repeats, lambda share: update(share, ""))
+        result: dict[str, Any] = bench.bench_train(model, edits, rows, tokens, repeats, lambda share: update(share, ""))
     if as_json:
         common.print_json({**_about(shape, rows, tokens, model), **result})
         return
@@ -111,8 +116,12 @@ def train(
     _explain(*EXPLANATIONS)
     common.stdout.print(
         f"{result['fraction_of_limit']:.0%} of the limit. The first three steps, which include all preparation, took "
-        f"{result['prepare_seconds']:.1f} s."
+        f"{result['prepare_seconds']:.1f} s. The model has {result['model_parameters'] / 1e6:,.0f} million parameters, "
+        f"the editor {result['editor_parameters'] / 1e6:,.0f} million."
     )
+    if result["memory_bytes"]:
+        parts = f"in {result['parts']} parts" if result["parts"] > 1 else "at once"
+        common.stdout.print(f"A step, run {parts}, needs at most {result['memory_bytes'] / 1e9:.1f} GB of GPU memory.")
 
 
 @app.command()

@@ -47,6 +47,7 @@ def show(
     summary = {
         "method": patch.method,
         "base": patch.base,
+        "template": patch.template,
         "rank": patch.rank,
         "norm": patch.norm(),
         "bytes": patch.nbytes,

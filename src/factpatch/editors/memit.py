@@ -119,9 +119,9 @@ class Memit(EditMethod):
 
         def shift(_: nn.Module, args: Any, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output
-            places = (torch.arange(len(hidden), device=hidden.device), located.positions)
+            where = (torch.arange(len(hidden), device=hidden.device), located.positions)
             added = change.repeat_interleave(len(hidden) // edits, 0).to(hidden.dtype)
-            moved = hidden.index_put(places, added, accumulate=True)
+            moved = hidden.index_put(where, added, accumulate=True)
             return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
         handle = block.register_forward_hook(shift)

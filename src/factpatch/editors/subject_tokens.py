@@ -38,10 +38,10 @@ def locate(model: TaskModel, edits: Sequence[FactEdit], prefixes: Sequence[str] 
     rows = model.collate(encoded, model.encode_targets([edit.a for edit in owners]))
     ids = [one["input_ids"] for one in encoded]
     width = max(map(len, ids))
-    places = [
+    positions = [
         width - len(own) + last_subject_token(model, own, edit.subject) for own, edit in zip(ids, owners, strict=True)
     ]
-    return Located(rows, torch.tensor(places, device=model.device), len(edits))
+    return Located(rows, torch.tensor(positions, device=model.device), len(edits))
 
 
 def last_subject_token(model: TaskModel, ids: Sequence[int], subject: str | None) -> int:

@@ -31,9 +31,9 @@ def forced_accuracies(model: TaskModel, groups: Sequence[Sequence[Revision]], pa
     targets = [model.encode_targets([edit_of(revision).a for revision, _ in column]) for column in columns]
     lengths = [max(len(one["input_ids"]) for one in column) * len(groups) * parts for column in encoded]
     for batch in model.batches(lengths):
-        places = [(e, k) for e in range(len(groups)) for k in batch]
-        rows = model.collate([encoded[k][e] for e, k in places], [targets[k][e] for e, k in places])
-        for (e, k), share in zip(places, token_accuracy(model, rows).tolist(), strict=True):
+        pairs = [(e, k) for e in range(len(groups)) for k in batch]
+        rows = model.collate([encoded[k][e] for e, k in pairs], [targets[k][e] for e, k in pairs])
+        for (e, k), share in zip(pairs, token_accuracy(model, rows).tolist(), strict=True):
             revision, text = columns[k][e]
             found[e].setdefault(revision.id, {})[text] = share
     return found

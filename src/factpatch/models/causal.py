@@ -144,15 +144,18 @@ class Causal(TextModel):
 
     # Forward passes
 
-    def _forward(self, rows: Rows) -> Tensor:
+    def joint_inputs(self, rows: Rows) -> dict[str, Tensor]:
+        """The forward's arguments for prompts followed by their targets, whose last token is only predicted."""
         assert rows.labels is not None
         prompts = self._aligned(rows.inputs)
-        read = rows.labels[:, :-1]  # the last token is only predicted
+        read = rows.labels[:, :-1]
         there = read != NO_TARGET
         ids = torch.cat([prompts["input_ids"], read.masked_fill(~there, self.tokenizer.pad_token_id or 0)], 1)
         mask = torch.cat([prompts["attention_mask"], there.long()], 1)  # (rows, prompt + target tokens - 1)
-        inputs = self._accepted({"input_ids": ids, "attention_mask": mask, "position_ids": _positions(mask)})
-        return self.model(**inputs, use_cache=False).logits
+        return self._accepted({"input_ids": ids, "attention_mask": mask, "position_ids": _positions(mask)})
+
+    def _forward(self, rows: Rows) -> Tensor:
+        return self.model(**self.joint_inputs(rows), use_cache=False).logits
 
     def _forward_one(self) -> Tensor:
         one = torch.ones((1, 1), dtype=torch.long, device=self.device)

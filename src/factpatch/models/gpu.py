@@ -60,14 +60,14 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Computes what transformers' `sdpa_attention_forward` computes: (rows, tokens, heads, width)."""
     rows, heads, queries, width = query.shape
-    keys = key.shape[2]
+    key_heads, keys = key.shape[1:3]  # in models with grouped heads, several queries share a key
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = causal and queries > 1  # a single query, during generation, sees all earlier tokens
     short = (
         queries <= LONGEST
         and keys <= LONGEST
         and width <= WIDEST
-        and key.shape == value.shape == (rows, heads, keys, width)
+        and key.shape == value.shape == (rows, key_heads, keys, width)
         and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
         and (attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1))
         and (queries == keys or not causal)
@@ -81,6 +81,8 @@ def attend(
         )
     from factpatch.kernels.attention import ShortAttention
 
+    if key_heads < heads:
+        key, value = (tensor.repeat_interleave(heads // key_heads, dim=1) for tensor in (key, value))
     mask = None if attention_mask is None else attention_mask.expand(rows, 1, queries, keys)
     scale = width**-0.5 if scaling is None else scaling
     return ShortAttention.apply(query, key, value, mask, scale, causal).transpose(1, 2), None
