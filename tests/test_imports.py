@@ -16,6 +16,7 @@ FLOORS = [
     {"files", "device", "processes", "backends", "world", "jsonl"},
     {"facts"},
     {"deltas"},
+    {"export"},
     {"patch"},
     {"engine"},
     {"models"},
