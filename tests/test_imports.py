@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "factpatch"
 FLOORS = [
     {"errors"},
     {"kernels"},
-    {"files", "device", "processes", "backends", "world", "jsonl"},
+    {"files", "device", "processes", "backends", "world", "jsonl", "hub"},
     {"facts"},
     {"deltas"},
     {"export"},
@@ -30,6 +30,7 @@ FLOORS = [
     {"ledger"},
     {"metrics", "constraints"},
     {"evaluation"},
+    {"sharing"},
     {"training"},
     {"report"},
     {"bench", "demo"},

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from factpatch import hub
 from factpatch.deltas import Delta, add, from_tensors, stack
 from factpatch.errors import FileError, MismatchError
 from factpatch.export import Adapter
@@ -174,7 +175,10 @@ class Patch:
 
     @classmethod
     def load(cls, path: str | Path) -> Patch:
-        """Reads a patch file. A file that is damaged or is not a patch raises a FileError."""
+        """Reads a patch file, or the patch of a name such as hub:ada/facts. A damaged file raises a FileError."""
+        path = hub.locate(path, hub.PATCH)
+        if (path / hub.PATCH).is_file():  # the folder of a shared patch
+            path /= hub.PATCH
         metadata, tensors = read_safetensors(path, "patch", FORMAT)
         if metadata.pop("checksum", None) != checksum(metadata, tensors):
             raise FileError(f"{path} is damaged: its checksum does not match its content; make the patch again")

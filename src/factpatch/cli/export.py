@@ -18,13 +18,10 @@ from factpatch.facts import normalize
 from factpatch.jsonl import read_jsonl, required_text, text_list
 
 if TYPE_CHECKING:
-    from factpatch.data.revisions import Revision
-    from factpatch.metrics import Outcome
     from factpatch.models import TaskModel
     from factpatch.patch import Patch
 
 MAX_OTHERS = 500
-SHOWN = ("success", "equivalence", "retain")
 Wordings = Mapping[str, Sequence[str]]  # paraphrases by the input's normalised text
 
 Rank = Annotated[
@@ -82,15 +79,14 @@ def export_adapter(
     max_others: int,
 ) -> dict[str, Any]:
     """Writes the adapter and returns its figures, with the metrics of the patch before and after truncation."""
+    from factpatch.evaluation.patches import measure_patches
     from factpatch.export import Adapter
 
     patch.check_fits(model)
     adapter = Adapter.of(patch.deltas, rank)
-    own = {normalize(edit.x) for edit in patch.edits}
-    texts = [text for text in others if normalize(text) not in own]
     measured = [patch] if adapter.kept == 1 else [patch, replace(patch, deltas=adapter.deltas)]
-    sample = texts[:: max(1, -(-len(texts) // max_others))]
-    before, *after = _measure(model, measured, paraphrases, sample)
+    sample = control_inputs(patch, others, max_others)
+    before, *after = measure_patches(model, measured, paraphrases, sample)
     adapter.save(output, model.model)
     return {
         "output": str(output),
@@ -124,29 +120,11 @@ def read_wordings(path: Path | None, model: str) -> tuple[Wordings, list[str]]:
     return {normalize(text): paraphrases for text, paraphrases in found}, [text for text, _ in found]
 
 
-def _measure(
-    model: TaskModel, patches: Sequence[Patch], paraphrases: Wordings, others: Sequence[str]
-) -> list[dict[str, float | None]]:
-    """Success, equivalence and retain of each patch, on its own edits and the other inputs."""
-    from factpatch.data.revisions import Revision
-    from factpatch.evaluation.measure import Examiner, predicted_now
-    from factpatch.evaluation.merges import examine_merged
-    from factpatch.metrics import summary
-
-    def revision(text: str, target: str = "", wordings: Sequence[str] = ()) -> Revision:
-        return Revision(text, text, "", (target,), tuple(wordings), (), ())
-
-    edits = [revision(edit.x, edit.a, paraphrases.get(normalize(edit.x), ())) for edit in patches[0].edits]
-    if not edits:
-        return [dict.fromkeys(SHOWN) for _ in patches]
-    examiner = Examiner(model, predicted_now(model, [revision(text) for text in others]), 1)
-
-    def rates(patch: Patch) -> dict[str, float | None]:
-        outcomes: list[Outcome] = [examined.outcome for examined in examine_merged(examiner, patch, edits)]
-        found = summary(outcomes)
-        return {name: found[name] for name in SHOWN}
-
-    return [rates(patch) for patch in patches]
+def control_inputs(patch: Patch, others: Sequence[str], most: int) -> list[str]:
+    """An evenly spaced sample of the inputs that the patch does not edit."""
+    own = {normalize(edit.x) for edit in patch.edits}
+    texts = [text for text in others if normalize(text) not in own]
+    return texts[:: max(1, -(-len(texts) // most))]
 
 
 def show_export(found: dict[str, Any], as_json: bool) -> None:
@@ -160,6 +138,6 @@ def show_export(found: dict[str, Any], as_json: bool) -> None:
         f"{found['bytes'] / 1e6:.2f} MB. It keeps {kept}."
     )
     table = Table("", "patch", "adapter", title=f"edits: {found['edits']}, other inputs: {found['retain_inputs']}")
-    for name in SHOWN:
-        table.add_row(name, *("–" if v is None else f"{v:.3f}" for v in (found["before"][name], found["after"][name])))
+    for name, before in found["before"].items():
+        table.add_row(name, *("–" if rate is None else f"{rate:.3f}" for rate in (before, found["after"][name])))
     common.stdout.print(table)
