@@ -15,6 +15,7 @@ from factpatch.engine import edited
 from factpatch.facts import FactEdit
 from factpatch.models import Seq2Seq
 from factpatch.models.beam import beam_search, knows
+from factpatch.models.decoding import EncoderDecoderSteps
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -52,7 +53,7 @@ def test_it_finds_what_generate_finds(name: str, changes: dict[str, Any], edits:
         assert knows(generation)
         rows = model.rows([*QUESTIONS, "what is a lake ?", "euro", "the largest river in europe and africa ?"])
         beams = generation.num_beams
-        found = beam_search(model.model, rows.inputs, generation, edits).flatten(0, 1)
+        found = beam_search(EncoderDecoderSteps(model.model, rows.inputs), generation, edits).flatten(0, 1)
         generation.num_return_sequences = beams
         model.model.generation_config = generation  # `generate` takes what is None from here
         expected = model.model.generate(**rows.inputs, generation_config=generation)

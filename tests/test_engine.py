@@ -14,7 +14,7 @@ from factpatch.editors import HyperNetwork, Looped
 from factpatch.engine import capture, edited
 from factpatch.errors import ModelError
 from factpatch.facts import FactEdit
-from factpatch.models import TaskModel
+from factpatch.models import Causal, TaskModel
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -50,7 +50,7 @@ def test_factored_equals_dense(model: TaskModel, editor: HyperNetwork, edits: li
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("architecture", tiny.SEQ2SEQS)
+@pytest.mark.parametrize("architecture", [*tiny.SEQ2SEQS, *tiny.DECODERS])
 def test_beams_under_a_patch_equal_beams_of_the_edited_model(
     model: TaskModel, editor: HyperNetwork, edits: list[FactEdit]
 ) -> None:
@@ -101,7 +101,8 @@ class _Losses(nn.Module):
 
 def test_rank_is_at_most_tokens_and_one(model: TaskModel, editor: HyperNetwork, edits: list[FactEdit]) -> None:
     for edit, patch in zip(edits, editor.propose(model, edits), strict=True):
-        longest = max(*model.lengths([edit.x]), len(model.tokenizer(text_target=edit.a)["input_ids"]))
+        read, written = model.lengths([edit.x])[0], len(model.tokenizer(text_target=edit.a)["input_ids"])
+        longest = read + written if isinstance(model, Causal) else max(read, written)
         assert 1 < patch.rank <= longest + 1
         for delta in patch.deltas.values():
             assert torch.linalg.matrix_rank(delta.dense()) <= delta.rank

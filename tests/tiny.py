@@ -16,20 +16,31 @@ from transformers import (
     BertForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MarianConfig,
     MarianMTModel,
     MPNetConfig,
     MPNetForSequenceClassification,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     RobertaConfig,
     RobertaForSequenceClassification,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from factpatch.models import Classifier, Seq2Seq, TaskModel
+from factpatch.models import Causal, Classifier, Seq2Seq, TaskModel
 
 with warnings.catch_warnings():  # its module uses torch.jit, which is deprecated
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -108,6 +119,34 @@ _gpt2: dict[str, Any] = {
 _deberta = {**_bert, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True}
 _marian = {**_bart, "decoder_start_token_id": PAD}
 
+_ids = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+_decoder: dict[str, Any] = {
+    **_ids,
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+_grouped = {**_decoder, "num_key_value_heads": 2, "head_dim": 8}
+_opt = {
+    **{k: _decoder[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
+    **_ids,
+    "max_position_embeddings": 64,
+    "word_embed_proj_dim": 32,
+    "ffn_dim": 48,
+    "init_std": 0.3,
+}
+_gemma = {  # whose first layer sees only the last four tokens
+    **_grouped,
+    "num_hidden_layers": 3,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 8,
+}
+
 # name -> (task model, config class, config values, model class, whether the tokenizer puts <s> in front)
 ARCHITECTURES: dict[str, tuple[type[TaskModel], Any, dict[str, Any], Any, bool]] = {
     "bert": (Classifier, BertConfig, _bert, BertForSequenceClassification, True),
@@ -119,18 +158,25 @@ ARCHITECTURES: dict[str, tuple[type[TaskModel], Any, dict[str, Any], Any, bool]]
     "bart": (Seq2Seq, BartConfig, _bart, BartForConditionalGeneration, True),
     "t5": (Seq2Seq, T5Config, _t5, T5ForConditionalGeneration, False),
     "marian": (Seq2Seq, MarianConfig, _marian, MarianMTModel, False),
+    "gpt2-lm": (Causal, GPT2Config, {**_gpt2, "n_positions": 64}, GPT2LMHeadModel, True),
+    "gpt-neox": (Causal, GPTNeoXConfig, _decoder, GPTNeoXForCausalLM, False),
+    "opt": (Causal, OPTConfig, _opt, OPTForCausalLM, True),
+    "llama": (Causal, LlamaConfig, _grouped, LlamaForCausalLM, True),
+    "qwen2": (Causal, Qwen2Config, _grouped, Qwen2ForCausalLM, False),
+    "gemma3": (Causal, Gemma3TextConfig, _gemma, Gemma3ForCausalLM, True),
 }
 DEVICE = os.environ.get("FACTPATCH_TEST_DEVICE", "cpu")  # the engine's tests can be run on a GPU, too
 CLASSIFIERS = [name for name, (kind, *_) in ARCHITECTURES.items() if kind is Classifier]
+DECODERS = [name for name, (kind, *_) in ARCHITECTURES.items() if kind is Causal]
 SEQ2SEQS = [name for name, (kind, *_) in ARCHITECTURES.items() if kind is Seq2Seq]
 
 
 @functools.cache
-def tokenizer(bos: bool) -> PreTrainedTokenizerFast:
+def tokenizer(bos: bool, decoder: bool = False) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment] (stubs lack the setter)
     backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-        single="<s> $A </s>" if bos else "$A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
+        single="<s> " * bos + "$A" + " </s>" * (not decoder), special_tokens=[("<s>", BOS), ("</s>", EOS)]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -138,7 +184,7 @@ def tokenizer(bos: bool) -> PreTrainedTokenizerFast:
         bos_token="<s>",
         eos_token="</s>",
         unk_token="<unk>",
-        model_max_length=36,
+        model_max_length=64 if decoder else 36,
     )
 
 
@@ -148,7 +194,7 @@ def build(name: str, seed: int = 0, **overrides: Any) -> TaskModel:
     model = model_class(config_class(**{**values, **overrides}))
     if bos and kind is Seq2Seq:
         model.generation_config.forced_bos_token_id = BOS  # as BART's own, whose targets begin with <s>
-    return kind(model.to(DEVICE), tokenizer(bos))
+    return kind(model.to(DEVICE), tokenizer(bos, kind is Causal))
 
 
 def other_answer(model: TaskModel, x: str) -> str:

@@ -21,7 +21,7 @@ from factpatch.errors import FileError, InputError, MismatchError, ModelError
 from factpatch.files import atomic_file, read_safetensors
 from factpatch.models import Rows, TaskModel
 from factpatch.models.rows import Encoded
-from factpatch.patch import weight_shape
+from factpatch.patch import check_template, weight_shape
 
 FORMAT = "factpatch-covariance-1"
 FLOOR = 1e-3  # added to the diagonal, as a multiple of its mean
@@ -162,6 +162,7 @@ class Covariance:
         return C
 
     def check_fits(self, model: TaskModel) -> None:
+        check_template("the covariance", self.base, model.fingerprint)
         if self.base != model.fingerprint:
             raise MismatchError(
                 f"the covariance was computed for weights {self.base[:12]}, this model has {model.fingerprint[:12]}; "

@@ -22,7 +22,7 @@ from factpatch.ledger_store import Event, Fact, Status, Store
 from factpatch.ledger_sums import Totals, add_to_totals, choose_units, grid_rows, solve_rows, solve_totals
 from factpatch.merging import MERGED, MODES, RIDGE, Mode, check_conflicts, edit_key, mean_ridge, merge, unpatched
 from factpatch.models import TaskModel
-from factpatch.patch import Patch, deltas_from
+from factpatch.patch import Patch, check_template, deltas_from
 from factpatch.scope import Scope, predict_scoped
 
 FEW = 16  # up to this many facts, the merge is solved from their rows, which may give small factors
@@ -82,6 +82,7 @@ class Ledger:
             if not self.meta:
                 raise FileError(f"{path} is a ledger without a model; create it again with factpatch ledger init")
             if model is not None and self.meta["base"] != model.fingerprint:
+                check_template("the ledger", self.meta["base"], model.fingerprint)
                 raise MismatchError(
                     f"the ledger {path} belongs to weights {self.meta['base'][:12]}, this model has "
                     f"{model.fingerprint[:12]}; load the model it was made for"

@@ -51,7 +51,7 @@ class Patch:
     """Changes to some of a model's weights. Patches with the same content are equal."""
 
     deltas: dict[str, Delta]  # by weight name
-    base: str  # fingerprint of the weights that the patch was made for
+    base: str  # fingerprint of the model that the patch was made for: its weights and the template of its prompts
     method: str  # name of the EditMethod that made it
     edits: tuple[FactEdit, ...]  # one, or several in a sum of patches
     ridge: dict[str, float] = field(default_factory=dict)  # λ by weight, if the method has learned it for merging
@@ -60,6 +60,11 @@ class Patch:
     def rank(self) -> int:
         """The largest rank among the changes of single weights."""
         return max((delta.rank for delta in self.deltas.values()), default=0)
+
+    @property
+    def template(self) -> str | None:
+        """The template of the prompts that a decoder's patch was made with, if any."""
+        return split_base(self.base)[1]
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +130,7 @@ class Patch:
 
     def check_fits(self, model: Patchable) -> None:
         """Raises a MismatchError if the patch was made for another model."""
+        check_template("the patch", self.base, model.fingerprint)
         if self.base != model.fingerprint:
             raise MismatchError(
                 f"the patch was made for weights {self.base[:12]}, but this model has {model.fingerprint[:12]}; "
@@ -215,6 +221,27 @@ def weight_shape(layer: nn.Module) -> tuple[int, int]:
     """The shape (out, in) of a layer's weight, also for GPT-2's Conv1D, which stores its weight transposed."""
     rows, columns = _weight(layer).shape
     return (rows, columns) if isinstance(layer, nn.Linear) else (columns, rows)
+
+
+def join_base(weights: str, template: str | None) -> str:
+    """A fingerprint: the hash of a model's weights and, after a slash, the template of its prompts."""
+    return weights if template is None else f"{weights}/{template}"
+
+
+def split_base(base: str) -> tuple[str, str | None]:
+    """The inverse of `join_base`."""
+    weights, slash, template = base.partition("/")
+    return weights, template if slash else None
+
+
+def check_template(what: str, base: str, fingerprint: str) -> None:
+    """Raises a MismatchError if two fingerprints differ only in the template."""
+    (weights, template), (own_weights, own_template) = split_base(base), split_base(fingerprint)
+    if weights == own_weights and template != own_template:
+        raise MismatchError(
+            f"{what} was made with the template {template or 'none'!r}, this model is used with "
+            f"{own_template or 'none'!r}; give the same --template"
+        )
 
 
 def hash_weights(weights: Mapping[str, Tensor]) -> str:

@@ -10,13 +10,14 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from factpatch.cli.common import Device, Json, Model, Seed, load, prepare, print_json, stdout, working
+from factpatch.cli.common import Device, Json, Model, Seed, Template, load, prepare, print_json, stdout, working
 
 
 def ask(
     questions: Annotated[list[str], typer.Argument(metavar="QUESTION", help="Questions or claims.")],
     model: Model,
     patch: Annotated[list[Path] | None, typer.Option(help="A patch to apply; may be given several times.")] = None,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -30,7 +31,7 @@ def ask(
 
         prepare(seed)
         patches = [Patch.load(file) for file in patch or []]
-        task_model = load(model, device)
+        task_model = load(model, device, template=template)
         for one in patches:
             one.check_fits(task_model)
     with working("asking"):

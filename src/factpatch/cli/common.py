@@ -33,7 +33,14 @@ Device = Annotated[
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Random seed.")]
 Model = Annotated[
     str,
-    typer.Option(help='Model folder, model name on the Hugging Face hub, or "world" for the embedded model.'),
+    typer.Option(help='Model folder, GGUF file, model name on the Hugging Face hub, or "world" for the embedded one.'),
+]
+Template = Annotated[
+    str | None,
+    typer.Option(
+        help="How a question becomes a decoder's prompt: a text with {} for the question, chat, or none. "
+        "Default: what the model's folder records, otherwise none."
+    ),
 ]
 Data = Annotated[str, typer.Option(help="JSON lines (KILT or your own), CounterFact's JSON file, or hub:NAME:SPLIT.")]
 Precision = Annotated[
@@ -199,11 +206,11 @@ def prepare(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def load(name: str, device: str | None, dtype: torch.dtype | None = None) -> TaskModel:
+def load(name: str, device: str | None, dtype: torch.dtype | None = None, template: str | None = None) -> TaskModel:
     """Loads a model and limits torch's threads to the free cores."""
     from factpatch.device import use_free_cores
     from factpatch.models import load_model
 
-    model = load_model(name, device, dtype)
+    model = load_model(name, device, dtype, template=template)
     use_free_cores(model)
     return model

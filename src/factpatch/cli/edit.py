@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import MAX_UPDATES, Device, Json, MaxUpdates, Model, Seed, SkipBad
+from factpatch.cli.common import MAX_UPDATES, Device, Json, MaxUpdates, Model, Seed, SkipBad, Template
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, read_edits, same
 from factpatch.files import check_writable
@@ -39,6 +39,7 @@ def edit(
         bool, typer.Option("--keep-failed", help="Save the patches of failed edits too, and exit with 0.")
     ] = False,
     skip_bad: SkipBad = False,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -62,7 +63,7 @@ def edit(
         from factpatch.editors import Looped, load_editor
 
         common.prepare(seed)
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         method = Looped(load_editor(editor, task_model.device), max_updates)
         edits, unusable = _usable(task_model, edits, skip_bad)
 

@@ -17,6 +17,7 @@ from factpatch.cli.common import (
     Model,
     Seed,
     SkipBad,
+    Template,
     is_main_process,
     prepare,
     print_json,
@@ -83,6 +84,7 @@ def evaluate(
         typer.Option(help="fp32 or bf16. Default: bf16 for editors of classifiers on a GPU, otherwise fp32."),
     ] = None,
     skip_bad: SkipBad = False,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -118,7 +120,7 @@ def evaluate(
         prepare(seed)
         joint = Together(sizes, merge, scope=scope) if sizes else None
         join_processes(find_device(device))  # before the model is loaded: each process has a GPU of its own
-        task_model = load_model(model, device)
+        task_model = load_model(model, device, template=template)
         bad: list[str] = []
         on_bad = bad.append if skip_bad else None
         revisions = load_revisions(data, task_model, on_bad, warn)

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed
+from factpatch.cli.common import Device, Json, Model, Seed, Template
 from factpatch.cli.merge import MaxOthers
 from factpatch.facts import normalize
 from factpatch.jsonl import read_jsonl, required_text, text_list
@@ -48,6 +48,7 @@ def export(
     rank: Rank = None,
     others: Others = None,
     max_others: MaxOthers = MAX_OTHERS,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -64,7 +65,7 @@ def export(
         check_rank(rank)
         common.prepare(seed)
         patch = Patch.load(file)
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         found = export_adapter(patch, task_model, output, rank, *read_wordings(others, model), max_others)
     show_export(found, as_json)
 

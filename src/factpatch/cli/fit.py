@@ -13,6 +13,7 @@ from factpatch.cli.common import (
     Model,
     Seed,
     SkipBad,
+    Template,
     announce,
     is_main_process,
     prepare,
@@ -37,11 +38,15 @@ def fit(
         typer.Option(min=1, help="Number of held-out facts. Default: 1000 claims or 500 questions, at most a tenth."),
     ] = None,
     task: Annotated[
-        Literal["classify", "answer"], typer.Option(help="classify: claims to labels. answer: questions to answers.")
+        Literal["classify", "answer"],
+        typer.Option(
+            help="classify: claims to labels. answer: questions to answers, by an encoder-decoder or a decoder."
+        ),
     ] = "classify",
     labels: Annotated[
         str | None, typer.Option(help="Allowed labels, separated by commas. Default: the labels in --train.")
     ] = None,
+    template: Template = None,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-5,
     batch: Annotated[
         int | None, typer.Option(help="Examples per step, over all processes. Default: 256 on a GPU, 32 on a CPU.")
@@ -86,6 +91,7 @@ def fit(
         dropout=dropout,
         max_tokens=max_tokens,
         holdout=holdout,
+        template=template,
         labels=[label.strip() for label in labels.split(",")] if labels else None,
         checkpoint_seconds=checkpoint_seconds,
         seed=seed,

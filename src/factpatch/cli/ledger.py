@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed, SkipBad
+from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, Template
 from factpatch.cli.export import Others as Compared
 from factpatch.cli.export import Rank, export_adapter, read_wordings, show_export
 from factpatch.cli.merge import MAX_OTHERS, CovarianceFile, MaxOthers, Mode, Others, Ridge, find_covariance, read_others
@@ -39,6 +39,7 @@ def init(
     covariance: CovarianceFile = None,
     ridge: Ridge = None,
     mode: Mode = "unedited",
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -53,7 +54,7 @@ def init(
         from factpatch.ledger import Ledger
 
         common.prepare(seed)
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         found = find_covariance(task_model, covariance, others, model, max_others)
         Ledger(ledger, task_model, covariance=found, ridge=ridge, mode=mode).close()
     if as_json:
@@ -73,6 +74,7 @@ def add(
     facts: Annotated[Path | None, typer.Option(help='A file with one {"input": ..., "target": ...} per line.')] = None,
     note: Annotated[str, typer.Option(help="A remark to keep with the facts, such as their source.")] = "",
     skip_bad: SkipBad = False,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -93,7 +95,7 @@ def add(
         from factpatch.ledger import Ledger
 
         common.prepare(seed)
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         with Ledger(ledger, task_model) as opened:
             paraphrases = {str(input): paraphrase or []}
             added = opened.add(load_editor(editor, task_model.device), edits, paraphrases, note)
@@ -157,6 +159,7 @@ def verify(
     model: Model,
     others: Others = None,
     max_others: MaxOthers = 500,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -171,7 +174,7 @@ def verify(
         from factpatch.ledger import Ledger
 
         common.prepare(seed)
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         with Ledger(ledger, task_model) as opened:
             own = {fact.x for fact in opened.facts()}
             known = others is not None or model == "world"
@@ -206,6 +209,7 @@ def export(
     rank: Rank = None,
     others: Compared = None,
     max_others: MaxOthers = 500,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -218,12 +222,12 @@ def export(
         if rank or others:
             raise typer.BadParameter("--rank and --others belong to --peft; add it, or leave them out")
         check_writable(output)
-        _write(ledger, model, output, device, seed, as_json, folder=False)
+        _write(ledger, model, output, template, device, seed, as_json, folder=False)
         return
     common.refuse_used_folder(output, "--output")
     with common.working("exporting"):
         common.prepare(seed)
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         patch, facts = _merged(ledger, task_model)
         paraphrases, texts = read_wordings(others, model)
         paraphrases = {**paraphrases, **{normalize(fact.x): fact.paraphrases for fact in facts if fact.paraphrases}}
@@ -236,6 +240,7 @@ def apply(
     ledger: LedgerFile,
     model: Model,
     output: Annotated[Path, typer.Option(help="A new folder for the patched model.")],
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -245,13 +250,22 @@ def apply(
     Example: factpatch ledger apply --ledger facts.db --model world --output runs/patched
     """
     common.refuse_used_folder(output, "--output")
-    _write(ledger, model, output, device, seed, as_json, folder=True)
+    _write(ledger, model, output, template, device, seed, as_json, folder=True)
 
 
-def _write(ledger: Path, model: str, output: Path, device: str | None, seed: int, as_json: bool, folder: bool) -> None:
+def _write(
+    ledger: Path,
+    model: str,
+    output: Path,
+    template: str | None,
+    device: str | None,
+    seed: int,
+    as_json: bool,
+    folder: bool,
+) -> None:
     with common.working("merging"):
         common.prepare(seed)
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         patch, _ = _merged(ledger, task_model)
         if folder:
             patch.apply(task_model)

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed
+from factpatch.cli.common import Device, Json, Model, Seed, Template
 from factpatch.errors import InputError
 from factpatch.facts import same
 from factpatch.files import check_writable
@@ -62,6 +62,7 @@ def merge(
     smallest: Annotated[
         bool, typer.Option("--smallest", help="First scale each patch down as far as its edit still succeeds.")
     ] = False,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -78,7 +79,7 @@ def merge(
 
         common.prepare(seed)
         patches = [Patch.load(file) for file in files]
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         merging.check_mergeable(task_model, patches)
         usual = find_covariance(task_model, covariance, others, model, max_others)
         if smallest:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli import common, export, merge
-from factpatch.cli.common import Device, Json, Model, Seed
+from factpatch.cli.common import Device, Json, Model, Seed, Template
 from factpatch.errors import MismatchError
 from factpatch.facts import same
 
@@ -76,6 +76,7 @@ def apply(
     force: Annotated[
         bool, typer.Option("--force", help="Write the model even if some of the patches' facts do not hold.")
     ] = False,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -90,7 +91,7 @@ def apply(
 
         common.prepare(seed)
         patches = [Patch.load(file) for file in files]
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         for patch in patches:
             patch.apply(task_model)
         facts = [edit for patch in patches for edit in patch.edits]

@@ -16,6 +16,7 @@ from factpatch.cli.common import (
     Precision,
     Seed,
     SkipBad,
+    Template,
     load,
     prepare,
     print_json,
@@ -31,6 +32,7 @@ def revise(
     output: Annotated[Path, typer.Option(help="The revision file to write.")],
     precision: Precision = None,
     skip_bad: SkipBad = False,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -57,7 +59,7 @@ def revise(
         prepare(seed)
         refuse_overwriting(output, data)
         total = count_records(data, skip_bad)
-        task_model = load(model, device, find_dtype(precision, device))
+        task_model = load(model, device, find_dtype(precision, device), template)
     with progress_bar("revising", total) as advance:
         result = write_revisions(task_model, data, output, skip_bad, advance)
     result["seconds"] = time.perf_counter() - start

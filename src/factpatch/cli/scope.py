@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from factpatch.cli.common import Device, Json, Model, Seed, prepare, print_json, show_counts, status_bar
+from factpatch.cli.common import Device, Json, Model, Seed, Template, prepare, print_json, show_counts, status_bar
 
 app = typer.Typer(help="Train a scope, which decides which of many facts an input is about.", no_args_is_help=True)
 
@@ -24,6 +24,7 @@ def train(
     false_matches: Annotated[
         float, typer.Option(help="Allowed share of unrelated inputs that match one of 1,024 active facts.")
     ] = 0.005,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -42,7 +43,7 @@ def train(
     config = ScopeConfig(facts=facts, steps=steps, false_matches=false_matches, seed=seed)
     check_writable(output)
     revisions = list(read_revisions(data))
-    loaded = load_model(model, device)
+    loaded = load_model(model, device, template=template)
     with status_bar("training the scope") as update:
         scope = Scope.train(loaded, revisions, config, lambda stage, share: update(share, stage))
     scope.save(output)

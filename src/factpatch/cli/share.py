@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed
+from factpatch.cli.common import Device, Json, Model, Seed, Template
 from factpatch.cli.export import MAX_OTHERS, Others, control_inputs, read_wordings
 from factpatch.cli.merge import MaxOthers
 from factpatch.errors import InputError, MismatchError
@@ -38,6 +38,7 @@ def share(
     ] = None,
     others: Others = None,
     max_others: MaxOthers = MAX_OTHERS,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -59,7 +60,7 @@ def share(
         from factpatch import sharing
 
         common.prepare(seed)
-        task_model = common.load(model, device)
+        task_model = common.load(model, device, template=template)
         about = {"name": name, "model": base or model, "fingerprint": task_model.fingerprint}
         if source == "world" or Path(source).is_dir():
             editor, found = _editor(source, task_model, data, evaluation)

@@ -15,6 +15,7 @@ from factpatch.cli.common import (
     Json,
     Model,
     SkipBad,
+    Template,
     announce,
     is_main_process,
     prepare,
@@ -39,7 +40,7 @@ def train(
     config: Annotated[
         str | None,
         typer.Option(
-            help="TOML file or preset: fc, qa, cpu-fc, cpu-qa, paper-fc, paper-qa. "
+            help="TOML file or preset: fc, qa, lm, cpu-fc, cpu-qa, cpu-lm, paper-fc, paper-qa. "
             "Default: the preset for the model's task and the device. A TOML file overrides settings of that preset."
         ),
     ] = None,
@@ -55,6 +56,7 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the output folder.")] = False,
     skip_bad: SkipBad = False,
+    template: Template = None,
     device: Device = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Random seed. Default: 0.")] = None,
     as_json: Json = False,
@@ -64,7 +66,7 @@ def train(
     Example: factpatch train --model runs/fever --train fever-train.jsonl --output runs/fever-editor --minutes 10
     """
     from factpatch.device import find_device
-    from factpatch.models import Classifier, load_model
+    from factpatch.models import load_model
     from factpatch.processes import join_processes
     from factpatch.training import PRESETS, Train, resolve_config
 
@@ -73,8 +75,8 @@ def train(
     prepare(seed or 0)
     announce(f"loading {model}")
     join_processes(find_device(device))  # before the model is loaded: each process has a GPU of its own
-    task_model = load_model(model, device)
-    default = "fc" if isinstance(task_model, Classifier) else "qa"
+    task_model = load_model(model, device, template=template)
+    default = {"classifier": "fc", "seq2seq": "qa", "causal": "lm"}[task_model.kind]
     if task_model.device.type == "cpu":
         default = f"cpu-{default}"
     preset, path = (config, None) if config in PRESETS else (default, config)

@@ -32,6 +32,8 @@ def revise(
     refuse_overwriting(output, source)
     labels = model.labels if isinstance(model, Classifier) else ()
     settings = {"dtype": str(model.model.dtype).removeprefix("torch.")}
+    if model.prompt_template is not None:
+        settings["template"] = model.prompt_template
     provenance = Provenance(model.identity, source_hash(source), settings)
 
     def check(record: Record) -> None:

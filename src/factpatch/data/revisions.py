@@ -43,13 +43,19 @@ class Provenance:
 
     model: str  # the model's identity
     data: str  # sha256 of the data file, or the name of the data set on the hub
-    settings: dict[str, Any]  # such as the precision
+    settings: dict[str, Any]  # such as the precision, and the template of a decoder's prompts
 
     def to_json(self) -> str:
         return json.dumps({PROVENANCE: asdict(self)}, ensure_ascii=False)
 
     def check_model(self, model: TaskModel, path: str | Path) -> None:
-        """Raises a MismatchError if another model made the file."""
+        """Raises a MismatchError if another model, or the same with another template, made the file."""
+        template = self.settings.get("template")
+        if self.model != model.identity and template != model.prompt_template:
+            raise MismatchError(
+                f"{path} was made with the template {template or 'none'!r}, this model is used with "
+                f"{model.prompt_template or 'none'!r}; give the same --template"
+            )
         if self.model != model.identity:
             raise MismatchError(
                 f"{path} was made by model {self.model[:12]}, this is model {model.identity[:12]}; "

@@ -14,6 +14,9 @@ from factpatch.editors.trainable import Condition
 from factpatch.engine import Trace
 from factpatch.errors import InputError
 
+LARGE_EMBEDDINGS = 64_000_000  # parameters above which the editor's copy of the word embeddings is reduced
+REDUCED_WIDTH = 128
+
 
 @dataclass(frozen=True)
 class EditorConfig:
@@ -23,13 +26,14 @@ class EditorConfig:
     bottleneck: int = 128  # of each weight's own network
     lstm: int = 128  # units per direction
     max_scale: float = 1.0  # maximum of the scale s
+    embedding: int | None = None  # width of the word embeddings; None: the model's, or 128 if these are very large
     gradients: bool = True  # False omits the gradient's term, as in the paper's ablation
 
     def __post_init__(self) -> None:
         wrong = [
             f"{k}={getattr(self, k)}"
-            for k in ("width", "bottleneck", "lstm", "max_scale")
-            if not 0 < getattr(self, k) < float("inf")
+            for k in ("width", "bottleneck", "lstm", "max_scale", "embedding")
+            if getattr(self, k) is not None and not 0 < getattr(self, k) < float("inf")
         ]
         if wrong:
             raise InputError(f"expected editor sizes above 0, found {', '.join(wrong)}")
@@ -40,6 +44,8 @@ class FactEncoder(nn.Module):
 
     def __init__(self, embeddings: Tensor, config: EditorConfig):
         super().__init__()
+        large = embeddings.numel() > LARGE_EMBEDDINGS
+        embeddings = reduced(embeddings, config.embedding or (REDUCED_WIDTH if large else embeddings.shape[1]))
         self.embedding = nn.Embedding.from_pretrained(embeddings, freeze=False)
         # Two one-way LSTMs: the backward one reads each text reversed within its own length, so that it never starts on
         # padding and no lengths have to be copied to the host.
@@ -56,6 +62,18 @@ class FactEncoder(nn.Module):
             for lstm, ids in ((self.forwards, condition.ids), (self.backwards, turned))
         ]
         return self.out(torch.cat(ends, dim=-1)).tanh()
+
+
+def reduced(embeddings: Tensor, width: int) -> Tensor:
+    """The embeddings in their `width` directions of largest variance, if there are more: (vocabulary, width).
+
+    A decoder's embeddings alone can have more parameters than the rest of its editor.
+    """
+    if embeddings.shape[1] <= width:
+        return embeddings
+    centred = embeddings - embeddings.mean(0)
+    _, directions = torch.linalg.eigh(centred.T @ centred)  # in the order of increasing variance
+    return centred @ directions[:, -width:]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from factpatch.facts import FactEdit
 from factpatch.files import atomic_folder
 from factpatch.models import Rows, TaskModel
 from factpatch.models.rows import padded
-from factpatch.patch import Patch, hash_tensors, weight_shape
+from factpatch.patch import Patch, check_template, hash_tensors, weight_shape
 
 EDITS_PER_BATCH = 32  # on a CPU; 32 edits of BERT-base with 32 tokens need 0.7 GB in float32
 
@@ -165,6 +165,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
             self.to(model.device)
 
     def check_fits(self, model: TaskModel) -> None:
+        check_template("the editor", self.base, model.fingerprint)
         if self.base != model.fingerprint:
             raise MismatchError(
                 f"the editor was trained for weights {self.base[:12]}, this model has {model.fingerprint[:12]}; "

@@ -1,4 +1,4 @@
-"""Task models, and loading them from a folder or from the Hugging Face hub."""
+"""Task models, and loading them from a folder, a GGUF file or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from factpatch import world
 from factpatch.device import find_device
-from factpatch.errors import FileError, ModelError
+from factpatch.errors import FileError, InputError, MismatchError, ModelError
 from factpatch.facts import normalize
 from factpatch.models.base import TaskModel
+from factpatch.models.causal import Causal, read_settings
 from factpatch.models.classifier import Classifier
+from factpatch.models.gguf import check_gguf, dequantized, find_gguf, make_plain
 from factpatch.models.layers import editable_layers
 from factpatch.models.rows import Rows
 from factpatch.models.seq2seq import Seq2Seq
+from factpatch.models.template import parse_template
+from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
 
-__all__ = ["Classifier", "Rows", "Seq2Seq", "TaskModel", "editable_layers", "load_model"]
+__all__ = ["Causal", "Classifier", "Rows", "Seq2Seq", "TaskModel", "TextModel", "editable_layers", "load_model"]
 
 DROPOUTS = ("dropout", "dropout_rate", "hidden_dropout_prob", "resid_pdrop")  # names of the dropout rate in configs
-TASKS: dict[str, type[TaskModel]] = {"classify": Classifier, "answer": Seq2Seq}
+TASKS = ("classify", "answer")
 HELD_OUT = "held-out.json"  # which records `fit` kept out of training
 
 
@@ -36,20 +40,24 @@ def load_model(
     task: str | None = None,
     labels: Sequence[str] | None = None,
     dropout: float | None = None,
+    template: str | None = None,
 ) -> TaskModel:
-    """Loads a task model from a folder or, if no such folder exists, from the hub; "world" is the embedded model.
+    """Loads a task model from a folder or a GGUF file or, if there is none, from the hub; "world" is the embedded one.
 
     The config determines the kind of model. A model that is not yet of a supported kind, such as a bare encoder that
     is about to be fine-tuned, needs `task` ("classify" or "answer") and, for a classifier, `labels`. `dropout` replaces
-    the dropout rate of the config.
+    the dropout rate of the config. `template` says how a question becomes a decoder's prompt: a text with {}, "chat",
+    or "none" for plain completion. Default: what the model's folder records, otherwise none.
     """
     if task not in (None, *TASKS):
         raise ModelError(f"expected one of the tasks {', '.join(TASKS)}, found {task!r}")
+    template = None if template is None else parse_template(template) or ""
     target_device = find_device(device)
     source, local = _source(name)
     loaded, absent = _read_model(source, local, task, labels, dropout)
     if task is None and absent:
         raise ModelError(f"{name} lacks {len(absent)} weights of its model, such as {absent[0]}; fine-tune it first")
+    _set_template(loaded, Path(source) if local else None, template, refitted=task is not None)
     if wrong := [key for key in absent if key in loaded.layers]:
         raise ModelError(
             f"{name} lacks {len(wrong)} weights of its transformer blocks, such as {wrong[0]}; it may be incomplete"
@@ -68,15 +76,28 @@ def _read_model(
 ) -> tuple[TaskModel, list[str]]:
     """Reads a model in the precision it is stored in, and lists the weights that are missing from its files."""
     options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    unpacking: dict[str, Any] = {}
+    if local and (file := find_gguf(Path(source))):
+        check_gguf(file)
+        source, options["gguf_file"], unpacking = str(file.parent), file.name, dequantized()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         config = AutoConfig.from_pretrained(source, **options)
-        kind = TASKS[task] if task else kind_of(config)
+        if "gguf_file" in options and not config.architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]  # GGUF files do not name it
+        kind = kind_of(config, task)
         _adapt_config(config, labels, dropout)
         model, info = kind.auto_class.from_pretrained(
-            source, config=config, ignore_mismatched_sizes=labels is not None, output_loading_info=True, **options
+            source,
+            config=config,
+            ignore_mismatched_sizes=labels is not None,
+            output_loading_info=True,
+            **options,
+            **unpacking,
         )
+        if "gguf_file" in options:
+            make_plain(model)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -88,6 +109,21 @@ def _read_model(
         raise ModelError(f"{source} has no tokenizer files beside its weights; save the tokenizer there too")
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
     return kind(model, tokenizer), sorted({*info["missing_keys"], *mismatched})
+
+
+def _set_template(model: TaskModel, folder: Path | None, template: str | None, refitted: bool) -> None:
+    """Sets a decoder's template: the given one, "" for none, or by default the one in its folder."""
+    if not isinstance(model, Causal):
+        if template is not None:
+            raise InputError(f"a template makes prompts for decoders, and this model is a {model.kind}; leave it out")
+        return
+    stored, tokens = read_settings(folder) if folder else (None, None)
+    if template is not None and tokens is not None and not refitted and (template or None) != stored:
+        raise MismatchError(
+            f"the model's folder records the template {stored or 'none'!r}, found {template or 'none'!r}; "
+            "leave --template out, or fit the model again"
+        )
+    model.set_template(stored if template is None else template, tokens or MAX_ANSWER_TOKENS)
 
 
 def _adapt_config(config: PretrainedConfig, labels: Sequence[str] | None, dropout: float | None) -> None:
@@ -114,23 +150,27 @@ def _read_held_out(path: Path) -> frozenset[str] | None:
     return frozenset(ids)
 
 
-def kind_of(config: PretrainedConfig) -> type[TaskModel]:
-    """Classifier or Seq2Seq, depending on the architecture that the config names."""
+def kind_of(config: PretrainedConfig, task: str | None = None) -> type[TaskModel]:
+    """Classifier, Seq2Seq or Causal, depending on the task, if given, and the architecture that the config names."""
     architecture = (config.architectures or ["none"])[0]
-    if architecture.endswith("ForSequenceClassification"):
+    if task == "classify" or (task is None and architecture.endswith("ForSequenceClassification")):
         return Classifier
     if config.is_encoder_decoder:
         return Seq2Seq
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")) and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return Causal
+    if task == "answer":
+        return Seq2Seq  # which says why it cannot be loaded
     raise ModelError(
-        f"expected a sequence classifier or an encoder-decoder, found {architecture}; "
+        f"expected a sequence classifier, an encoder-decoder or a decoder, found {architecture}; "
         "fine-tune the model for one of these tasks first"
     )
 
 
 def _source(name: str | Path) -> tuple[str, bool]:
-    """The name or path to give to transformers, and whether it is a local folder."""
+    """The name or path to give to transformers, and whether it is a local folder or file."""
     path = world.MODEL if name == "world" else Path(name).expanduser()
-    if path.is_dir():
+    if path.is_dir() or find_gguf(path):
         return str(path), True
     looks_like_path = isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1
     if looks_like_path or path.exists():

@@ -1,4 +1,4 @@
-"""Beam search for encoder-decoders: the same results as `generate`, but faster on large batches of short answers.
+"""Beam search with the same results as `generate`, but faster on large batches of short answers.
 
 `generate` makes a dozen passes over the scores of the whole vocabulary per step, and keeps all rows of a batch until
 the last one is finished. Here the scores are read twice per step, to normalise and to find the best, finished rows
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
+from transformers import GenerationConfig
+
+from factpatch.models.decoding import Steps, Stop, rows_that_stay
 
 NEVER = -1.0e9  # a score that loses against every real one
 BLOCK = 128  # number of vocabulary tokens that are skipped together if their best score is too low
@@ -68,48 +69,34 @@ class _Beams:
 
 
 @torch.no_grad()
-def beam_search(
-    model: PreTrainedModel, inputs: dict[str, Tensor], config: GenerationConfig, edits: int | None = None
-) -> Tensor:
-    """The best sequences of each row, best first and padded: (rows, beams, length).
+def beam_search(steps: Steps, config: GenerationConfig, edits: int | None = None, stop: Stop | None = None) -> Tensor:
+    """The best sequences of each row, best first and padded: (rows, beams, 1 + tokens), with the start token in front.
 
-    With `edits`, finished rows leave the batch. To keep rows edit-major, a row leaves only together with the rows of
-    the same index under all other edits. Without `edits`, all rows stay to the end.
+    A sequence ends where `stop` says so, by default with the end token. With `edits`, finished rows leave the batch.
     """
     beams, limit = config.num_beams or 1, 1 + config.max_new_tokens
-    encoder = model.get_encoder()
-    states = encoder(**inputs).last_hidden_state.repeat_interleave(beams, 0)  # (B·K, tokens, width)
-    mask = inputs["attention_mask"].repeat_interleave(beams, 0)
-    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    state = _start(len(inputs["input_ids"]), beams, limit, config, states.device)
-    banned = torch.tensor(_banned(config), dtype=torch.long, device=states.device)
+    end = _end_tokens(config)[0]
+    stop = stop or (lambda _, token: token.eq(end))
+    steps.start(beams)
+    state = _start(steps.rows, beams, limit, config, steps.device)
+    banned = torch.tensor(_banned(config), dtype=torch.long, device=steps.device)
+    banned_first = torch.tensor(config.begin_suppress_tokens or [], dtype=torch.long, device=steps.device)
     result = state.finished.clone()
     for length in range(1, limit):
-        last = state.running[:, :, length - 1].reshape(-1, 1)
-        logits = model(
-            encoder_outputs=BaseModelOutput(last_hidden_state=states),
-            attention_mask=mask,
-            decoder_input_ids=last,
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[:, -1]  # (B·K, vocabulary)
-        origin = _advance(state, logits, length, config, banned)
+        logits = steps.next(state.running[:, :, length - 1].flatten())  # (B·K, vocabulary)
+        if length == 1:
+            logits = logits.index_fill(1, banned_first, float("-inf"))
+        origin = _advance(state, logits, length, config, banned, stop)
         full = state.is_finished.all(-1, keepdim=True) & (config.early_stopping is True)
         done = (~state.improvable | full).squeeze(1)
-        leaving = (done.view(edits or 1, -1).all(0) & (edits is not None)).repeat(edits or 1)
-        all_done, left = torch.stack([done.all(), leaving.sum() * 4 >= len(done)]).tolist()
+        all_done, stay = rows_that_stay(done, edits)
         if all_done:
             break
-        keep = torch.arange(len(done), device=done.device)
-        if left:  # copies all cached keys and values, so it waits until a quarter of the rows can leave
-            keep = (~leaving).nonzero().squeeze(1)
-            result[state.row[leaving]] = state.finished[leaving]
-            state = state.take(keep)
-        flat = (keep[:, None] * beams + origin[keep]).flatten()
-        cache.self_attention_cache.reorder_cache(flat)
-        if len(keep) < len(done):  # beams of a row share the encoder's states, so these change only when rows leave
-            cache.cross_attention_cache.reorder_cache(flat)
-            states, mask = states[flat], mask[flat]
+        keep = torch.arange(len(done), device=done.device) if stay is None else stay
+        if stay is not None:
+            result[state.row] = state.finished
+            state = state.take(stay)
+        steps.select((keep[:, None] * beams + origin[keep]).flatten(), fewer=stay is not None)
     result[state.row] = state.finished
     return result
 
@@ -117,7 +104,8 @@ def beam_search(
 def _start(rows: int, beams: int, limit: int, config: GenerationConfig, device: torch.device) -> _Beams:
     fill = config.pad_token_id if config.pad_token_id is not None else _end_tokens(config)[0]
     running = torch.full((rows, beams, limit), fill, device=device)
-    running[:, :, 0] = config.decoder_start_token_id
+    if config.decoder_start_token_id is not None:
+        running[:, :, 0] = config.decoder_start_token_id
     scores = torch.full((rows, beams), NEVER, device=device)
     first_only = scores.clone()
     first_only[:, 0] = 0  # all beams start equal, so only one of them counts
@@ -132,7 +120,9 @@ def _start(rows: int, beams: int, limit: int, config: GenerationConfig, device: 
     )
 
 
-def _advance(state: _Beams, logits: Tensor, length: int, config: GenerationConfig, banned: Tensor) -> Tensor:
+def _advance(
+    state: _Beams, logits: Tensor, length: int, config: GenerationConfig, banned: Tensor, stop: Stop
+) -> Tensor:
     """Appends one token in place. Returns the beam that each running sequence continues: (B, K)."""
     rows, beams, limit = state.running.shape
     scores, tokens = _best_tokens(logits, 2 * beams, length, limit, config, banned)  # (B·K, 2K)
@@ -142,7 +132,7 @@ def _advance(state: _Beams, logits: Tensor, length: int, config: GenerationConfi
     token = tokens.view(rows, -1).gather(1, picked)
     candidates = state.running.gather(1, origin[:, :, None].expand(-1, -1, limit))  # (B, 2K, length)
     candidates[:, :, length] = token
-    ends = token.eq(_end_tokens(config)[0]) | (length + 1 >= limit)
+    ends = stop(candidates[:, :, length - 1], token) | (length + 1 >= limit)
 
     # Finished sequences stop running. Of those that finish now, only the best K candidates count.
     state.running_scores, chosen = (scores + ends * NEVER).topk(beams)

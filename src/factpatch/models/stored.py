@@ -18,11 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from factpatch.files import atomic_folder
 from factpatch.models.gpu import suit_gpu
 from factpatch.models.layers import editable_layers
-from factpatch.patch import Patch, hash_weights, set_patches
+from factpatch.patch import Patch, hash_weights, join_base, set_patches
 
 
 class StoredModel(ABC):
     """A model, frozen and in eval mode, with its tokenizer and the patches that are applied to it."""
+
+    prompt_template: str | None = None  # how a decoder's questions become prompts
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.model = model.eval().requires_grad_(False)
@@ -38,9 +40,13 @@ class StoredModel(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the editable weights as stored, without patches. A patch fits models with the same fingerprint."""
+        """Hash of the editable weights as stored, without patches, followed by the template of the prompts, if any.
+
+        A patch or an editor fits models with the same fingerprint.
+        """
         weights = dict(self.model.named_parameters())
-        return hash_weights({name: self.originals.get(name, weights[name]) for name in self.layers})
+        found = hash_weights({name: self.originals.get(name, weights[name]) for name in self.layers})
+        return join_base(found, self.prompt_template)
 
     @cached_property
     def identity(self) -> str:

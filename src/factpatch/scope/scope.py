@@ -19,6 +19,7 @@ from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, normalize
 from factpatch.files import atomic_file, read_safetensors
 from factpatch.models import TaskModel
+from factpatch.patch import check_template
 from factpatch.scope.features import spread_layers, text_features
 from factpatch.scope.training import ScopeConfig, learn_projection
 
@@ -231,6 +232,7 @@ class Scope:
     def load(cls, path: str | Path, model: TaskModel) -> Self:
         """Loads a scope for the model that it was made for."""
         metadata, tensors = read_safetensors(path, "scope", FORMAT)
+        check_template("the scope", metadata.get("base", ""), model.fingerprint)
         if metadata.get("base") != model.fingerprint:
             raise MismatchError(
                 f"{path} was made for weights {metadata.get('base', 'unknown')[:12]}, this model has "

@@ -100,7 +100,7 @@ class Batcher:
         limit = min(config.max_tokens, model.max_input_tokens)
         step = TEXT_STEP if self.few_shapes else 1
         self.texts = _TextTable(model.encode(texts.known, limit), model.tokenizer.pad_token_id or 0, self.device, step)
-        encoded = [{"input_ids": one["input_ids"]} for one in model.encode(conditions.known)]
+        encoded = [{"input_ids": ids} for ids in model.tokenizer(conditions.known, verbose=False)["input_ids"]]
         self.condition_texts = _TextTable(encoded, 0, self.device, step)
         self._encode_targets(model, targets.known)
         lengths = self.target_lengths[self.kept.flat]

@@ -11,7 +11,7 @@ from factpatch.editors.registry import METHODS, find_method
 from factpatch.errors import InputError
 from factpatch.training.settings import merged, preset_values, read_settings, read_toml, typed
 
-PRESETS = ("fc", "qa", "cpu-fc", "cpu-qa", "paper-fc", "paper-qa")
+PRESETS = ("fc", "qa", "lm", "cpu-fc", "cpu-qa", "cpu-lm", "paper-fc", "paper-qa")
 CONSTRAINTS = {"kl": ("kl",), "lp": ("lp",), "both": ("kl", "lp"), "none": ()}
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "constraint": tuple(CONSTRAINTS),

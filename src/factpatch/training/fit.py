@@ -1,4 +1,4 @@
-"""Fine-tunes classifiers of claims, and encoder-decoders that answer questions (De Cao et al., 2021, appendix)."""
+"""Fine-tunes classifiers of claims, and models that answer questions (De Cao et al., 2021, appendix)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from factpatch.device import find_device, surroundings, to_device
 from factpatch.errors import InputError
 from factpatch.files import files_into
 from factpatch.metrics import accuracy
-from factpatch.models import Classifier, Seq2Seq, TaskModel, load_model
-from factpatch.models.seq2seq import MAX_ANSWER_TOKENS
+from factpatch.models import Classifier, TaskModel, load_model
+from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
 from factpatch.processes import accelerator_on
 from factpatch.training.examples import Example, batches_from, labels_of, read_answered
 from factpatch.training.run import Run, copy_of, sum_gradients, summed, within_error_of_best
@@ -43,7 +43,8 @@ class FitConfig:
     weight_decay: float = 1e-2
     max_tokens: int = 32  # longer inputs are truncated
     entropy: float = 0.1  # classifiers: weight of the predictions' entropy, which is subtracted from the loss
-    label_smoothing: float = 0.1  # encoder-decoders
+    label_smoothing: float = 0.1  # answers
+    template: str | None = None  # decoders: how a question becomes a prompt; None: what the model's folder records
     dropout: float | None = None  # None: as in the model's config
     labels: list[str] | None = None  # allowed labels; None: those of the training file
     holdout: int | None = None  # records of train that choose the best weights; None: 1000 claims or 500 facts, ≤ 10 %
@@ -157,7 +158,9 @@ class Fit(Run):
     def _load(self, labels: list[str] | None) -> None:
         config = self.config
         self.accelerator = accelerator_on(find_device(self.device))
-        self.model = load_model(self.model_name, self.device, torch.float32, config.task, labels, config.dropout)
+        self.model = load_model(
+            self.model_name, self.device, torch.float32, config.task, labels, config.dropout, config.template
+        )
         self.network = self.model.model.to(self.accelerator.device)
 
     # The loop
@@ -251,12 +254,9 @@ class Fit(Run):
             raise InputError(f"the model can generate {most} tokens, this answer has {tokens}; shorten or remove it")
 
     def _set_answer_length(self, examples: Sequence[Example]) -> None:
-        """Limits answers to the length of the longest target, in the generation settings saved with the model."""
-        model = self.model
-        assert isinstance(model, Seq2Seq)
-        model.limit_answers(min(MAX_ANSWER_TOKENS, max(len(e.target) for e in examples)))
-        model.generation.length_penalty = 0.0  # find the most likely answer, without a bonus for its length
-        model.model.generation_config = model.generation
+        """Limits answers to the length of the longest target, which is saved with the model."""
+        assert isinstance(self.model, TextModel)
+        self.model.fit_answers(min(MAX_ANSWER_TOKENS, max(len(e.target) for e in examples)))
 
     def _save(self, result: dict[str, Any]) -> None:
         """Writes the model's folder, including its settings and the held-out facts of train."""

@@ -1,0 +1,146 @@
+"""Generation one token at a time: how each kind of model continues its rows, and greedy search.
+
+Searches run on batches whose rows may be under different edits (`engine.edited`), so that rows must stay edit-major.
+Finished rows leave the batch only together with the rows of the same index under all other edits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+Stop = Callable[[Tensor, Tensor], Tensor]  # from the previous and the new tokens to whether sequences end with these
+
+
+class Steps(Protocol):
+    """A batch of rows that a model continues token by token, with cached keys and values."""
+
+    rows: int
+    device: torch.device
+
+    def start(self, beams: int) -> None:
+        """Prepares the rows; each is repeated `beams` times."""
+        ...
+
+    def next(self, last: Tensor) -> Tensor:
+        """Appends the last tokens, (rows·beams,), and returns the logits of the next: (rows·beams, vocabulary).
+
+        The tokens of the first call are ignored by models that continue a prompt.
+        """
+        ...
+
+    def select(self, flat: Tensor, fewer: bool) -> None:
+        """Continues with these of the rows·beams. With `fewer`, some rows have left."""
+        ...
+
+
+class EncoderDecoderSteps:
+    """Steps of an encoder-decoder, which starts from its start token."""
+
+    def __init__(self, model: PreTrainedModel, inputs: dict[str, Tensor]):
+        self.model, self.inputs = model, inputs
+        self.rows, self.device = len(inputs["input_ids"]), inputs["input_ids"].device
+
+    def start(self, beams: int) -> None:
+        states = self.model.get_encoder()(**self.inputs).last_hidden_state
+        self.states = states.repeat_interleave(beams, 0)  # (rows·beams, tokens, width)
+        self.mask = self.inputs["attention_mask"].repeat_interleave(beams, 0)
+        self.cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+    def next(self, last: Tensor) -> Tensor:
+        return self.model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=self.states),
+            attention_mask=self.mask,
+            decoder_input_ids=last[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        ).logits[:, -1]
+
+    def select(self, flat: Tensor, fewer: bool) -> None:
+        self.cache.self_attention_cache.reorder_cache(flat)
+        if fewer:  # beams of a row share the encoder's states, so these change only when rows leave
+            self.cache.cross_attention_cache.reorder_cache(flat)
+            self.states, self.mask = self.states[flat], self.mask[flat]
+
+
+class PromptSteps:
+    """Steps of a decoder, which continues its prompts."""
+
+    def __init__(self, run: Callable[..., Tensor], inputs: dict[str, Tensor]):
+        """`run` is the model's forward pass that returns the last position's logits. Prompts are padded on the left."""
+        self.run, self.inputs = run, inputs
+        self.rows, self.device = len(inputs["input_ids"]), inputs["input_ids"].device
+
+    def start(self, beams: int) -> None:
+        self.beams = beams
+        self.cache = DynamicCache()
+        self.mask = self.inputs["attention_mask"]
+        self.position = self.mask.sum(1, keepdim=True)  # of the next token, (rows·beams, 1)
+        self.waiting = True
+
+    def next(self, last: Tensor) -> Tensor:
+        if self.waiting:
+            self.waiting = False
+            logits = self.run(**self.inputs, past_key_values=self.cache)
+            if self.beams == 1:
+                return logits
+            self.cache.batch_repeat_interleave(self.beams)
+            self.mask, self.position, logits = (
+                tensor.repeat_interleave(self.beams, 0) for tensor in (self.mask, self.position, logits)
+            )
+            return logits
+        self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
+        inputs = {"input_ids": last[:, None], "attention_mask": self.mask, "position_ids": self.position}
+        self.position = self.position + 1
+        return self.run(**inputs, past_key_values=self.cache)
+
+    def select(self, flat: Tensor, fewer: bool) -> None:
+        self.cache.reorder_cache(flat)
+        if fewer:  # beams of a row share its prompt
+            self.mask, self.position = self.mask[flat], self.position[flat]
+
+
+def rows_that_stay(done: Tensor, edits: int | None) -> tuple[bool, Tensor | None]:
+    """Whether all rows are done and, if enough rows can leave the batch, the indices of those that stay.
+
+    Leaving copies all cached keys and values, so it waits until a quarter of the rows can leave. Without `edits`, all
+    rows stay to the end.
+    """
+    leaving = (done.view(edits or 1, -1).all(0) & (edits is not None)).repeat(edits or 1)
+    all_done, enough = torch.stack([done.all(), leaving.sum() * 4 >= len(done)]).tolist()
+    return bool(all_done), (~leaving).nonzero().squeeze(1) if enough and not all_done else None
+
+
+@torch.no_grad()
+def greedy_search(
+    steps: Steps, limit: int, stop: Stop, banned_first: Tensor, fill: int, edits: int | None = None
+) -> Tensor:
+    """The most likely token at each step, until `stop` or `limit` tokens: (rows, limit), padded with `fill`.
+
+    The first token is none of `banned_first`.
+    """
+    steps.start(1)
+    found = torch.full((steps.rows, limit), fill, device=steps.device)
+    row = torch.arange(steps.rows, device=steps.device)  # of the rows that are still in the batch
+    last = found[:, 0]
+    done = torch.zeros_like(row, dtype=torch.bool)
+    for length in range(limit):
+        logits = steps.next(last)
+        if length == 0:
+            logits = logits.index_fill(1, banned_first, float("-inf"))
+        token = logits.argmax(-1).masked_fill(done, fill)
+        found[row, length] = token
+        done = done | stop(last, token)
+        last = token
+        all_done, stay = rows_that_stay(done, edits)
+        if all_done:
+            break
+        if stay is not None:
+            row, last, done = row[stay], last[stay], done[stay]
+            steps.select(stay, fewer=True)
+    return found

@@ -1,0 +1,79 @@
+"""Where a decoder's answer ends: at an end token or another special token, a line break or a full stop.
+
+A full stop does not end an answer inside a number (3.5) or a word (Amazon.com), after a single letter (J. K. Rowling)
+or one or two digits (1. FC Köln), or after an abbreviation that usually precedes a name (St. Louis, Dr. Strangelove).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+ABBREVIATIONS = frozenset(
+    "st ste dr mr mrs ms mx jr sr mt ft fr lt sgt cpl gen col maj capt cmdr adm rev hon prof gov sen rep pres "
+    "no nos vs vol ch op ca approx".split()
+)
+_FULL_STOP = re.compile(r"\.(?=\s|$)")
+_LAST_WORD = re.compile(r"[^\W_]+$")  # letters and digits
+
+
+def cut(text: str) -> str:
+    """The text up to the end of its first line or sentence."""
+    line = text.strip().split("\n", 1)[0]
+    for stop in _FULL_STOP.finditer(line):
+        before = line[: stop.start()]
+        word = _LAST_WORD.search(before)
+        if before.strip() and not (word and _is_short(word[0])):
+            return before.strip()
+    return line.strip()
+
+
+def _is_short(word: str) -> bool:
+    """Whether a full stop after this word is more likely to belong to it than to end a sentence."""
+    return len(word) == 1 or (word.isdigit() and len(word) == 2) or word.lower() in ABBREVIATIONS
+
+
+class Stops:
+    """Says of each new token whether the answer ends with it, from tables over the vocabulary.
+
+    Where a token's own text does not decide, such as for a full stop after "t", which may be the end of "St",
+    generation continues, and `cut` decides once the whole text is known.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Iterable[int], vocabulary: int):
+        texts = [text.strip(" ") for text in tokenizer.batch_decode([[token] for token in range(len(tokenizer))])]
+        last_words = [_LAST_WORD.search(text) for text in texts]
+        tails = {word[n:] for word in ABBREVIATIONS for n in range(len(word))}
+        breaks = [token for token, text in enumerate(texts) if "\n" in text]
+        self.end_tokens = frozenset([*end_tokens, *tokenizer.all_special_ids, *breaks])
+        full_stops = [
+            token for token, text in enumerate(texts) if text.endswith(".") and not _LAST_WORD.search(text[:-1])
+        ]
+        unclear = [  # tokens after which a full stop may not end the answer
+            token
+            for token, word in enumerate(last_words)
+            if word is None or len(word[0]) == 1 or word[0].isdigit() or word[0].lower() in tails
+        ]
+        self.ends, self.full_stops, self.unclear = (
+            _table(tokens, max(vocabulary, len(texts)))
+            for tokens in (self.end_tokens, full_stops, [*unclear, tokenizer.pad_token_id or 0])
+        )
+        self.first = torch.tensor(sorted(self.end_tokens))  # tokens that an answer may not begin with
+
+    def to(self, device: torch.device) -> Stops:
+        for name in ("ends", "full_stops", "unclear", "first"):
+            setattr(self, name, getattr(self, name).to(device))
+        return self
+
+    def __call__(self, previous: Tensor, token: Tensor) -> Tensor:
+        return self.ends[token] | self.full_stops[token] & ~self.unclear[previous]
+
+
+def _table(tokens: Iterable[int], size: int) -> Tensor:
+    table = torch.zeros(size, dtype=torch.bool)
+    table[list(tokens)] = True
+    return table
