@@ -111,8 +111,7 @@ def _cut(delta: Delta, rank: int) -> tuple[LowRank, float]:
     if isinstance(delta, LowRank) and delta.rank <= rank:
         return delta, 0.0
     U, S, Vt = singular_values(delta)
-    rounding = torch.finfo(torch.float32).eps * max(delta.shape) ** 0.5
-    S = S[S.gt(rounding * S[0])]  # the rest are rounding errors of float32
+    S = S[S.gt(torch.finfo(torch.float32).eps * S[0])]  # the rest are rounding errors of float32
     kept = min(rank, len(S))
     return LowRank(Vt[:kept], (U[:, :kept] * S[:kept]).mT), float(S[kept:].square().sum())
 
