@@ -163,4 +163,7 @@ def test_a_card_lists_many_facts_in_part_and_escapes_tables() -> None:
     assert "| who \\| leads number 0 ? | b | a |" in text
     assert "base_model" not in text, "the embedded model is not on the hub"
     assert "| retain |" not in text
+    prompted = Card("editor", "ada/e", "ada/m", f"{'0' * 64}/Q: {{}}\nA:", "", {}).to_markdown()
+    assert 'fp.load_model("ada/m", template="Q: {}\\nA:")' in prompted
+    assert f"`{'0' * 64}`" in prompted
     assert "Not measured." in Card("editor", "ada/e", "ada/m", "0" * 64, "", {}).to_markdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -14,7 +15,7 @@ from factpatch.editors import TrainableEditor
 from factpatch.errors import FileError
 from factpatch.facts import FactEdit
 from factpatch.files import atomic_folder
-from factpatch.patch import Patch
+from factpatch.patch import Patch, split_base
 
 CARD, LEDGER = "README.md", "facts.db"
 MOST_FACTS = 100  # listed in a card
@@ -35,7 +36,7 @@ class Card:
     kind: Kind
     name: str  # on the hub, such as ada/facts
     model: str  # the base model: its name on the hub, "world", or a phrase
-    fingerprint: str  # of the base model's weights
+    fingerprint: str  # of the base model
     data: str  # what it was made from and measured on
     figures: Mapping[str, float | None]  # rates from 0 to 1
     facts: Sequence[FactEdit] = ()
@@ -49,13 +50,18 @@ class Card:
             f"# {self.name}",
             INTRODUCTIONS[self.kind],
             f"- **Base model:** {'the one embedded in factpatch' if self.model == 'world' else self.model}. "
-            f"It does not fit weights with another fingerprint than `{self.fingerprint}`.\n"
+            f"It does not fit weights with another fingerprint than `{split_base(self.fingerprint)[0]}`.\n"
             f"- **Data:** {_escaped(self.data)}",
-            "## Load it\n\n" + HOW_TO_LOAD[self.kind].format(model=self.model, name=self.name),
+            "## Load it\n\n" + HOW_TO_LOAD[self.kind].format(model=self._model_arguments(), name=self.name),
             "## Figures\n\n" + self._figures(),
             *([f"## Facts\n\n{self._facts()}"] if self.facts else []),
         ]
         return "\n\n".join(parts) + "\n"
+
+    def _model_arguments(self) -> str:
+        template = split_base(self.fingerprint)[1]
+        name = json.dumps(self.model)
+        return name if template is None else f"{name}, template={json.dumps(template, ensure_ascii=False)}"
 
     def _figures(self) -> str:
         rows = [
@@ -81,14 +87,14 @@ HOW_TO_LOAD: dict[Kind, str] = {
     "editor": """```python
 import factpatch as fp
 
-model, editor = fp.load_model("{model}"), fp.load_editor("hub:{name}")
+model, editor = fp.load_model({model}), fp.load_editor("hub:{name}")
 patch, = editor.propose(model, [fp.FactEdit(x="...", a="...")])
 patch.apply(model)
 ```""",
     "patch": """```python
 import factpatch as fp
 
-model = fp.load_model("{model}")
+model = fp.load_model({model})
 fp.Patch.load("hub:{name}").apply(model)
 ```""",
     "ledger": """```
@@ -99,7 +105,7 @@ factpatch ledger list --ledger facts.db
 ```python
 import factpatch as fp
 
-model = fp.load_model("{model}")
+model = fp.load_model({model})
 with fp.Ledger("facts.db", model) as ledger:
     ledger.patch().apply(model)
 ```""",
