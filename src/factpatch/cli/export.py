@@ -32,7 +32,7 @@ Rank = Annotated[
         "Default: the lowest of these that keeps the whole change.",
     ),
 ]
-Others = Annotated[
+ComparedInputs = Annotated[
     Path | None,
     typer.Option(
         help='Revision file, or one {"input": ...} per line, to compare the adapter with the patch: its paraphrases '
@@ -46,7 +46,7 @@ def export(
     model: Model,
     output: Annotated[Path, typer.Option(help="A new folder for the adapter.")],
     rank: Rank = None,
-    others: Others = None,
+    others: ComparedInputs = None,
     max_others: MaxOthers = MAX_OTHERS,
     template: Template = None,
     device: Device = None,

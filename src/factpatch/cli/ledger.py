@@ -12,8 +12,7 @@ from rich.table import Table
 
 from factpatch.cli import common
 from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, Template
-from factpatch.cli.export import Others as Compared
-from factpatch.cli.export import Rank, export_adapter, read_wordings, show_export
+from factpatch.cli.export import ComparedInputs, Rank, export_adapter, read_wordings, show_export
 from factpatch.cli.merge import MAX_OTHERS, CovarianceFile, MaxOthers, Mode, Others, Ridge, find_covariance, read_others
 from factpatch.errors import FileError, InputError
 from factpatch.facts import FactEdit, normalize, read_edits
@@ -207,7 +206,7 @@ def export(
         bool, typer.Option("--peft", help="Write a LoRA adapter instead, which PEFT, vLLM and llama.cpp can load.")
     ] = False,
     rank: Rank = None,
-    others: Compared = None,
+    others: ComparedInputs = None,
     max_others: MaxOthers = 500,
     template: Template = None,
     device: Device = None,
@@ -219,7 +218,7 @@ def export(
     Example: factpatch ledger export --ledger facts.db --model world --output merged.safetensors
     """
     if not peft:
-        if rank or others:
+        if rank is not None or others:
             raise typer.BadParameter("--rank and --others belong to --peft; add it, or leave them out")
         check_writable(output)
         _write(ledger, model, output, template, device, seed, as_json, folder=False)

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from factpatch.cli import common
 from factpatch.cli.common import Device, Json, Model, Seed, Template
-from factpatch.cli.export import MAX_OTHERS, Others, control_inputs, read_wordings
+from factpatch.cli.export import MAX_OTHERS, ComparedInputs, control_inputs, read_wordings
 from factpatch.cli.merge import MaxOthers
 from factpatch.errors import InputError, MismatchError
 from factpatch.facts import normalize
@@ -36,7 +36,7 @@ def share(
     evaluation: Annotated[
         Path | None, typer.Option(help="For an editor: a folder of factpatch evaluate, for the card's figures.")
     ] = None,
-    others: Others = None,
+    others: ComparedInputs = None,
     max_others: MaxOthers = MAX_OTHERS,
     template: Template = None,
     device: Device = None,
