@@ -26,6 +26,7 @@ KEYS = {
     "edit --facts": "success failed bad edits seconds",
     "ask": "answers patches",
     "patch apply": "patches model output facts lost",
+    "patch export, ledger export --peft": "output rank kept before after",
     "evaluate, demo, train": "success retain equivalence equivalence_human deterioration edits seconds",
     "evaluate, demo": "retain_inputs",
     "train": "steps edits_per_second margin",

@@ -87,6 +87,11 @@ def test_a_ledgers_life(run: Run, others: Path, tmp_path: Path) -> None:
     assert (verified["facts"], verified["lost"]) == (2, 0)
     assert verified["others_unchanged"] >= 0.9 * verified["others"] > 0
     assert run("ledger", "export", *ledger, *model, "--output", tmp_path / "p", "--json").json["facts"] == 2
+    adapter = ("ledger", "export", *ledger, *model, "--output", tmp_path / "adapter", "--rank", 8)
+    assert "belong to --peft" in run(*adapter).err
+    exported = run(*adapter, "--peft", "--others", others, "--max-others", 50, "--json").json
+    assert (exported["edits"], exported["rank"], exported["before"]["success"]) == (2, 8, 1)
+    assert exported["kept"] < 1
     assert run("ledger", "remove", *ledger, second["id"], "--json").json["facts"][0]["status"] == "removed"
     shown = run("ledger", "show", *ledger, second["id"], "--json").json
     assert [event["event"] for event in shown["history"]] == ["added", "removed"]

@@ -21,8 +21,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from factpatch import hub
 from factpatch.deltas import Delta, add, from_tensors, stack
 from factpatch.errors import FileError, MismatchError
+from factpatch.export import Adapter
 from factpatch.facts import FactEdit
 from factpatch.files import atomic_file, read_safetensors
 
@@ -32,6 +34,7 @@ FORMAT = "factpatch-patch-1"
 class Patchable(Protocol):
     """The parts of a model that a patch uses."""
 
+    model: nn.Module
     layers: Mapping[str, nn.Module]  # editable layers by weight name
     patches: list[Patch]  # currently applied, in order
     originals: dict[str, Tensor]  # unpatched weights of the layers that these patches change
@@ -164,9 +167,24 @@ class Patch:
     def _checksum(self) -> str:
         return checksum(self._metadata(), self.tensors())
 
+    def export_peft(self, folder: str | Path, rank: int | None = None, model: Patchable | None = None) -> Adapter:
+        """Writes the patch as a LoRA adapter, which PEFT, vLLM and llama.cpp can load.
+
+        By default the adapter is exact. A lower `rank` makes it smaller, and `kept` of the adapter returned says what
+        share of the change is left. With the `model`, the adapter also records the model's name and task.
+        """
+        if model is not None:
+            self.check_fits(model)
+        adapter = Adapter.of(self.deltas, rank)
+        adapter.save(folder, model.model if model is not None else None)
+        return adapter
+
     @classmethod
     def load(cls, path: str | Path) -> Patch:
-        """Reads a patch file. A file that is damaged or is not a patch raises a FileError."""
+        """Reads a patch file, or the patch of a name such as hub:ada/facts. A damaged file raises a FileError."""
+        path = hub.locate(path, hub.PATCH)
+        if (path / hub.PATCH).is_file():  # the folder of a shared patch
+            path /= hub.PATCH
         metadata, tensors = read_safetensors(path, "patch", FORMAT)
         if metadata.pop("checksum", None) != checksum(metadata, tensors):
             raise FileError(f"{path} is damaged: its checksum does not match its content; make the patch again")

@@ -21,6 +21,7 @@ from factpatch.cli import (
     report,
     revise,
     scope,
+    share,
     split,
     train,
 )
@@ -53,6 +54,7 @@ app.command()(report.report)
 app.add_typer(patch.app, name="patch")
 app.add_typer(scope.app, name="scope")
 app.add_typer(ledger.app, name="ledger")
+app.command()(share.share)
 app.add_typer(bench.app, name="bench")
 
 

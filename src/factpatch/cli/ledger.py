@@ -12,6 +12,7 @@ from rich.table import Table
 
 from factpatch.cli import common
 from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, Template
+from factpatch.cli.export import ComparedInputs, Rank, export_adapter, read_wordings, show_export
 from factpatch.cli.merge import (
     MAX_OTHERS,
     CovarianceFile,
@@ -24,12 +25,14 @@ from factpatch.cli.merge import (
     read_others,
 )
 from factpatch.errors import FileError, InputError
-from factpatch.facts import FactEdit, read_edits
+from factpatch.facts import FactEdit, normalize, read_edits
 from factpatch.files import check_writable
 
 if TYPE_CHECKING:
     from factpatch.ledger import Ledger
     from factpatch.ledger_store import Fact
+    from factpatch.models import TaskModel
+    from factpatch.patch import Patch
 
 app = typer.Typer(help="Record facts over time and merge them into one patch.", no_args_is_help=True)
 
@@ -207,18 +210,37 @@ def verify(
 def export(
     ledger: LedgerFile,
     model: Model,
-    output: Annotated[Path, typer.Option(help="The file to write the merged patch to.")],
+    output: Annotated[Path, typer.Option(help="The file to write the merged patch to, or with --peft a new folder.")],
+    peft: Annotated[
+        bool, typer.Option("--peft", help="Write a LoRA adapter instead, which PEFT, vLLM and llama.cpp can load.")
+    ] = False,
+    rank: Rank = None,
+    others: ComparedInputs = None,
+    max_others: MaxOthers = 500,
     template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Write the merged patch of all active facts to a file.
+    """Write the merged patch of all active facts to a file, or as a LoRA adapter to a folder.
 
     Example: factpatch ledger export --ledger facts.db --model world --output merged.safetensors
     """
-    check_writable(output)
-    _write(ledger, model, output, template, device, seed, as_json, folder=False)
+    if not peft:
+        if rank is not None or others:
+            raise typer.BadParameter("--rank and --others belong to --peft; add it, or leave them out")
+        check_writable(output)
+        _write(ledger, model, output, template, device, seed, as_json, folder=False)
+        return
+    common.refuse_used_folder(output, "--output")
+    with common.working("exporting"):
+        common.prepare(seed)
+        task_model = common.load(model, device, template=template)
+        patch, facts = _merged(ledger, task_model)
+        paraphrases, texts = read_wordings(others, model)
+        paraphrases = {**paraphrases, **{normalize(fact.x): fact.paraphrases for fact in facts if fact.paraphrases}}
+        found = export_adapter(patch, task_model, output, rank, paraphrases, texts, max_others)
+    show_export(found, as_json)
 
 
 @app.command()
@@ -259,14 +281,9 @@ def _write(
     folder: bool,
 ) -> None:
     with common.working("merging"):
-        from factpatch.ledger import Ledger
-
         common.prepare(seed)
         task_model = common.load(model, device, template=template)
-        with Ledger(ledger, task_model) as opened:
-            patch = opened.patch()
-        if not patch.edits:
-            raise InputError(f"{ledger} has no active facts; add some with factpatch ledger add")
+        patch, _ = _merged(ledger, task_model)
         if folder:
             patch.apply(task_model)
             task_model.save(output)
@@ -276,6 +293,17 @@ def _write(
         common.print_json({"output": str(output), "facts": len(patch.edits), "bytes": patch.nbytes})
     else:
         common.stdout.print(f"Wrote {escape(str(output))}: {len(patch.edits)} fact{'s' * (len(patch.edits) != 1)}.")
+
+
+def _merged(ledger: Path, model: TaskModel) -> tuple[Patch, list[Fact]]:
+    """The merged patch of the active facts, and the facts."""
+    from factpatch.ledger import Ledger
+
+    with Ledger(ledger, model) as opened:
+        facts = opened.facts()
+        if not facts:
+            raise InputError(f"{ledger} has no active facts; add some with factpatch ledger add")
+        return opened.patch(), facts
 
 
 def _print_facts(facts: list[Fact], as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The commands `factpatch patch`: inspect, apply and merge patches."""
+"""The commands `factpatch patch`: inspect, apply, merge and export patches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from factpatch.cli import common, merge
+from factpatch.cli import common, export, merge
 from factpatch.cli.common import Device, Json, Model, Seed, Template
 from factpatch.errors import MismatchError
 from factpatch.facts import same
 
-app = typer.Typer(help="Inspect patches, apply them and merge them.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, apply, merge and export patches.", no_args_is_help=True)
 app.command()(merge.merge)
+app.command()(export.export)
 
 
 @app.command()

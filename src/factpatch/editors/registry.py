@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from factpatch import world
+from factpatch import hub, world
 from factpatch.editors.base import EditMethod
 from factpatch.editors.trainable import TrainableEditor
 from factpatch.errors import FileError, InputError
@@ -77,8 +77,11 @@ def create_method(name: str, **options: Any) -> EditMethod:
 
 
 def load_editor(folder: str | Path, device: str | torch.device = "cpu") -> TrainableEditor:
-    """A trained editor from its folder or from the folder of the run that trained it; "world" is the embedded one."""
-    place = world.EDITOR if folder == "world" else Path(folder)
+    """A trained editor from its folder, from the folder of the run that trained it, or from a name on the hub.
+
+    "world" is the embedded editor; a name on the hub starts with "hub:", such as hub:ada/facts-editor.
+    """
+    place = world.EDITOR if folder == "world" else hub.locate(folder, *hub.EDITOR)
     if (place / "editor").is_dir():
         place = place / "editor"
     try:

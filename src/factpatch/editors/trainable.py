@@ -175,6 +175,11 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
     # In a folder
 
     def save(self, folder: str | Path) -> None:
+        with atomic_folder(folder) as scratch:
+            self.write_to(scratch)
+
+    def write_to(self, folder: Path) -> None:
+        """Writes the editor's files into an existing folder."""
         from factpatch import __version__
 
         config = {
@@ -184,11 +189,9 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
             "editor": asdict(self.config),
             "weights": self.shapes,
         }
-        with atomic_folder(folder) as scratch:
-            save_file(
-                {k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}, scratch / "editor.safetensors"
-            )
-            (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(state, folder / "editor.safetensors")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: Path, device: str | torch.device = "cpu") -> Self:

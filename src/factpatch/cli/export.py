@@ -1,0 +1,144 @@
+"""The command `factpatch patch export`, and what `factpatch ledger export --peft` shares with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Model, Seed, Template
+from factpatch.cli.merge import MaxOthers
+from factpatch.facts import normalize
+from factpatch.jsonl import read_jsonl, required_text, text_list
+
+if TYPE_CHECKING:
+    from factpatch.models import TaskModel
+    from factpatch.patch import Patch
+
+MAX_OTHERS = 500
+Wordings = Mapping[str, Sequence[str]]  # paraphrases by the input's normalised text
+
+Rank = Annotated[
+    int | None,
+    typer.Option(
+        metavar="R",
+        help="Rank of the adapter: 8, 16, 32, 64, 128, 256, 320 or 512. A change of a higher rank is truncated. "
+        "Default: the lowest of these that keeps the whole change.",
+    ),
+]
+ComparedInputs = Annotated[
+    Path | None,
+    typer.Option(
+        help='Revision file, or one {"input": ...} per line, to compare the adapter with the patch: its paraphrases '
+        "of the patch's own inputs, and its other inputs. Default for --model world: the world's revisions."
+    ),
+]
+
+
+def export(
+    file: Annotated[Path, typer.Argument(help="A patch file.")],
+    model: Model,
+    output: Annotated[Path, typer.Option(help="A new folder for the adapter.")],
+    rank: Rank = None,
+    others: ComparedInputs = None,
+    max_others: MaxOthers = MAX_OTHERS,
+    template: Template = None,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Write a patch as a LoRA adapter, which PEFT, vLLM and llama.cpp can load, and measure what a lower rank costs.
+
+    Example: factpatch patch export gitega.safetensors --model world --output runs/gitega-lora --rank 8
+    """
+    common.refuse_used_folder(output, "--output")
+    with common.working("exporting"):
+        from factpatch.export import check_rank
+        from factpatch.patch import Patch
+
+        check_rank(rank)
+        common.prepare(seed)
+        patch = Patch.load(file)
+        task_model = common.load(model, device, template=template)
+        found = export_adapter(patch, task_model, output, rank, *read_wordings(others, model), max_others)
+    show_export(found, as_json)
+
+
+def export_adapter(
+    patch: Patch,
+    model: TaskModel,
+    output: Path,
+    rank: int | None,
+    paraphrases: Wordings,
+    others: Sequence[str],
+    max_others: int,
+) -> dict[str, Any]:
+    """Writes the adapter and returns its figures, with the metrics of the patch before and after truncation."""
+    from factpatch.evaluation.patches import measure_patches
+    from factpatch.export import Adapter
+
+    patch.check_fits(model)
+    adapter = Adapter.of(patch.deltas, rank)
+    measured = [patch] if adapter.kept == 1 else [patch, replace(patch, deltas=adapter.deltas)]
+    sample = control_inputs(patch, others, max_others)
+    before, *after = measure_patches(model, measured, paraphrases, sample)
+    adapter.save(output, model.model)
+    return {
+        "output": str(output),
+        "rank": adapter.rank,
+        "weights": len(adapter.deltas),
+        "bytes": sum(file.stat().st_size for file in output.iterdir()),
+        "kept": adapter.kept,
+        "edits": len(patch.edits),
+        "retain_inputs": len(sample),
+        "before": before,
+        "after": after[0] if after else before,
+    }
+
+
+def read_wordings(path: Path | None, model: str) -> tuple[Wordings, list[str]]:
+    """Reads the inputs of a file, and their paraphrases where it has any; by default, those of the embedded world."""
+    if path is None:
+        if model != "world":
+            return {}, []
+        from factpatch import world
+
+        path = world.REVISIONS
+
+    def parse(record: dict[str, Any]) -> tuple[str, tuple[str, ...]] | None:
+        if "provenance" in record:
+            return None
+        there = [key for key in ("rephrases", "human_rephrases") if key in record]
+        return required_text(record, "input"), tuple(text for key in there for text in text_list(record, key))
+
+    found = [line for line in read_jsonl(path, parse) if line is not None]
+    return {normalize(text): paraphrases for text, paraphrases in found}, [text for text, _ in found]
+
+
+def control_inputs(patch: Patch, others: Sequence[str], most: int) -> list[str]:
+    """An evenly spaced sample of the inputs that the patch does not edit."""
+    own = {normalize(edit.x) for edit in patch.edits}
+    texts = [text for text in others if normalize(text) not in own]
+    return texts[:: max(1, -(-len(texts) // most))]
+
+
+def show_export(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        common.print_json(found)
+        return
+    lost = 100 * (1 - found["kept"])
+    kept = f"all but {lost:.2g} % of the change's squared norm" if lost else "the whole change"
+    common.stdout.print(
+        f"Wrote {escape(found['output'])}: a LoRA adapter of rank {found['rank']} for {found['weights']} weights, "
+        f"{found['bytes'] / 1e6:.2f} MB. It keeps {kept}."
+    )
+    table = Table("", "patch", "adapter", title=f"edits: {found['edits']}, other inputs: {found['retain_inputs']}")
+    for name, before in found["before"].items():
+        table.add_row(name, *("–" if rate is None else f"{rate:.3f}" for rate in (before, found["after"][name])))
+    common.stdout.print(table)
