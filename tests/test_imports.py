@@ -32,6 +32,7 @@ FLOORS = [
     {"training"},
     {"report"},
     {"bench", "demo"},
+    {"serve"},
     {"cli"},
     {"__main__"},
 ]
