@@ -9,10 +9,14 @@ from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from factpatch.errors import ModelError
+from factpatch.errors import FactpatchError
 from factpatch.ledger import Ledger
 from factpatch.models import TaskModel
 from factpatch.patch import Patch
+
+
+class UnavailableError(FactpatchError):
+    """Something that this installation cannot do."""
 
 
 def patch_file(patch: Patch) -> bytes:
@@ -27,7 +31,7 @@ def adapter_file(patch: Patch, model: TaskModel) -> bytes:
     """A patch as a zipped PEFT adapter folder."""
     export = getattr(patch, "export_peft", None)
     if export is None:
-        raise ModelError("this version of factpatch cannot export adapters; download the patch instead")
+        raise UnavailableError("this version of factpatch cannot export adapters; download the patch instead")
     packed = io.BytesIO()
     with TemporaryDirectory() as folder, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         export(Path(folder) / "adapter", model=model)

@@ -10,15 +10,15 @@ from dataclasses import dataclass, fields
 
 from factpatch.errors import InputError
 
+QUESTION_CHARS, ANSWER_CHARS, NOTE_CHARS = 500, 200, 500
+PARAPHRASES = 10  # per proposal
+BODY_BYTES, BODY_SECONDS = 64 << 10, 30  # of a request
+
 
 @dataclass(frozen=True)
 class Limits:
-    """All limits of the service."""
+    """The limits that depend on how many people use the service."""
 
-    body_bytes: int = 64 << 10  # of a request
-    question_chars: int = 500
-    answer_chars: int = 200
-    paraphrases: int = 10  # per proposal
     queue: int = 256  # requests that may wait
     requests_per_minute: int = 600  # per client address
     proposals: int = 1000  # that may be open at the same time
