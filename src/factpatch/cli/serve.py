@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -102,7 +103,7 @@ def start(
             common.stdout.print(f"Serving {escape(model)} with the facts of {escape(str(ledger))}: {url}")
             common.stdout.print(f"API reference: {url}/docs. Stop with Ctrl-C.")
         if open_browser:
-            typer.launch(url)
+            webbrowser.open(url)
 
     run.listen(service, host, port, token, on_ready)
 

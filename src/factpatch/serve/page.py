@@ -91,9 +91,7 @@ def _correct(service: Service) -> gr.State:
     proposal_id, accepted = gr.State(""), gr.State(0)
     with gr.Row(elem_classes="fp-columns"):
         with gr.Column(min_width=300):
-            gr.HTML(
-                html.section("1", "Ask", "Type a question to see the model's five best answers.")
-            )
+            gr.HTML(html.section("1", "Ask", "Type a question to see the model's five best answers."))
             question = gr.Textbox(
                 label="Question",
                 placeholder="What is the capital of Burundi?",
