@@ -55,7 +55,7 @@ def serve(
 ) -> None:
     """Serve a page and an HTTP API for asking a model and correcting its facts, which a ledger records.
 
-    Needs the extra web: pip install 'factpatch[web]'. With --json, the first line on stdout is an object with the url.
+    Needs the packages of the extra "web". With --json, one object with the page's url is printed when it is ready.
 
     Example: factpatch serve --model world --editor world --ledger facts.db
     """

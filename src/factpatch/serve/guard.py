@@ -32,7 +32,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 LOGIN = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>factpatch</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
 <style>:root{{color-scheme:light dark}}body{{font:16px system-ui,sans-serif;max-width:22rem;margin:15vh auto;
 padding:0 1rem}}input,button{{font:inherit;padding:.6rem;width:100%;box-sizing:border-box;margin-top:.6rem}}</style>
 </head><body><h1>factpatch</h1><p>{message}</p><form method="post" action="/login"><label for="token">Token</label>

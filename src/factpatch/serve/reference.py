@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>factpatch API</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,"><style>
 :root{{color-scheme:light dark}}
 body{{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem}}
 section{{border-top:1px solid #8886;padding:.5rem 0}}code,pre{{font:14px ui-monospace,monospace}}
