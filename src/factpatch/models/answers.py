@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,15 +46,29 @@ def _ranked(model: TaskModel, inputs: Sequence[str], count: int, edits: int) -> 
     for text in inputs:
         model.check_input(text)
     ranked = model.decide(model.rows(inputs), count, edits)
-    pairs = [(x, text) for x, texts in zip(inputs, ranked, strict=True) for text in texts]  # still edit-major
-    rows = model.rows([x for x, _ in pairs], [text for _, text in pairs])
-    assert rows.labels is not None
-    tokens = 1 if rows.labels.dim() == 1 else (rows.labels != NO_TARGET).sum(-1)
-    probabilities = iter((-model.losses(rows) * tokens).exp().tolist())  # losses are means over tokens
-    answers = [[Answer(text, next(probabilities)) for text in texts] for texts in ranked]
+    most = max(map(len, ranked), default=0)
+    texts = [(found + found[:1] * most)[:most] for found in ranked]  # as many rows for each edit
+    pairs = [(x, text) for x, found in zip(inputs, texts, strict=True) for text in found]
+    probabilities = iter(_probabilities(model, [x for x, _ in pairs], [text for _, text in pairs]))
+    answers = [[Answer(text, next(probabilities)) for text in found] for found in texts]
     return [_different(found) for found in answers]
+
+
+def _probabilities(model: TaskModel, inputs: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """The probability of each answer to the input at the same place: the product over its tokens."""
+    rows = model.rows(inputs, answers)
+    assert rows.labels is not None
+    labels = rows.labels.reshape(len(inputs), -1)  # (rows, tokens); a classifier's label is one token
+    positions = (labels != NO_TARGET).flatten().nonzero().squeeze(1)
+    scores = model.scores(model.features(replace(rows, target_positions=positions)))  # (positions, vocabulary)
+    own = scores.gather(1, labels.flatten()[positions][:, None]).squeeze(1)
+    totals = own.new_zeros(len(inputs)).index_add_(0, positions // labels.shape[1], own - scores.logsumexp(-1))
+    return totals.exp().tolist()
 
 
 def _different(answers: list[Answer]) -> list[Answer]:
     """Leaves out repeated texts: beams can differ in tokens that are not part of the text."""
-    return list({answer.text: answer for answer in reversed(answers)}.values())[::-1]
+    found: dict[str, Answer] = {}
+    for answer in answers:
+        found.setdefault(answer.text, answer)
+    return list(found.values())

@@ -23,9 +23,9 @@ from factpatch.serve.downloads import adapter_file, ledger_file, patch_file
 from factpatch.serve.limits import Limits
 from factpatch.serve.proposals import Comparison, Control, Proposal, Proposals, UnknownError
 from factpatch.serve.questions import Questions
-from factpatch.serve.worker import Handler, Worker
+from factpatch.serve.worker import Handler, Worker, chained
 
-ASKS_AT_ONCE, PROPOSALS_AT_ONCE = 64, 4  # few proposals, so that questions do not wait long for them
+ASKS_AT_ONCE, PATCHES_AT_ONCE = 64, 8
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Service:
         self.proposals = Proposals(self.limits)
         self._worker = Worker(self.limits.queue)
         self._asks = Handler(self._answer_all, ASKS_AT_ONCE)
-        self._wishes = Handler(self._propose_all, PROPOSALS_AT_ONCE)
+        self._wishes = Handler(self._patch_all, PATCHES_AT_ONCE)
+        self._tries = Handler(lambda tries: [self._try(*one) for one in tries], at_once=1)
         try:
             self._worker.call(lambda: self._open(ledger, scope)).result()
         except BaseException:
@@ -129,20 +130,17 @@ class Service:
         spelled = self.questions.spell(question)
         others = {normalize(text): self.questions.spell(text) for text in paraphrases if text.strip()}
         others.pop(normalize(spelled), None)
-        return self._worker.submit(self._wishes, Wish(spelled, target.strip(), tuple(others.values())))
+        wish = Wish(spelled, target.strip(), tuple(others.values()))
+        made = self._worker.submit(self._wishes, wish)
+        # Trying a patch takes longer than making it, so that questions get their turn in between.
+        return chained(made, lambda patch: self._worker.submit(self._tries, (wish, patch)))
 
-    def _propose_all(self, wishes: list[Wish]) -> list[Proposal | FactpatchError]:
-        """Makes all patches in one batch, then tries each on its own questions and on the control questions."""
+    def _patch_all(self, wishes: list[Wish]) -> list[Patch | FactpatchError]:
+        """Makes the patches of all wishes in one batch."""
         checked = [self._resolve(wish) for wish in wishes]
         edits = [edit for edit in checked if isinstance(edit, FactEdit)]
         patches = iter(self.editor.propose(self.model, edits) if edits else [])
-        found: list[Proposal | FactpatchError] = []
-        for wish, edit in zip(wishes, checked, strict=True):
-            found.append(self._try(wish, next(patches)) if isinstance(edit, FactEdit) else edit)
-        for proposal in found:
-            if isinstance(proposal, Proposal):
-                self.proposals.put(proposal)
-        return found
+        return [next(patches) if isinstance(edit, FactEdit) else edit for edit in checked]
 
     def _resolve(self, wish: Wish) -> FactEdit | FactpatchError:
         try:
@@ -156,6 +154,7 @@ class Service:
             return error
 
     def _try(self, wish: Wish, patch: Patch) -> Proposal:
+        """Tries a patch on its own questions and on the control questions."""
         wordings = [wish.question, *wish.paraphrases]
         controls = self.questions.controls_besides(wordings)
         before = self._answers([Ask(text, with_facts=True) for text in wordings])
@@ -170,7 +169,9 @@ class Service:
             Control(text, self._control_answers[text], answer, inside)
             for text, answer, inside in zip(controls, control_answers, in_scope, strict=True)
         ]
-        return Proposal(patch.edits[0], patch, own, others, sample)
+        proposal = Proposal(patch.edits[0], patch, own, others, sample)
+        self.proposals.put(proposal)
+        return proposal
 
     def accept(self, proposal_id: str, note: str = "") -> Future[Fact]:
         return self._worker.call(lambda: self._accept(proposal_id, note))

@@ -85,6 +85,27 @@ class Worker:
                 return arrived
 
 
+def chained(first: Future[Request], then: Callable[[Request], Future[Result]]) -> Future[Result]:
+    """A future for what follows the first one: another request, which waits for its own turn."""
+    last: Future[Result] = Future()
+
+    def copy(done: Future[Result]) -> None:
+        if last.set_running_or_notify_cancel():
+            error = done.exception()
+            last.set_result(done.result()) if error is None else last.set_exception(error)
+
+    def go_on(done: Future[Request]) -> None:
+        if last.cancelled():
+            return
+        try:
+            then(done.result()).add_done_callback(copy)
+        except BaseException as error:  # of the first request, or because the queue is full
+            last.set_exception(error)
+
+    first.add_done_callback(go_on)
+    return last
+
+
 def _run(handler: Handler[Any, Any], group: list[_Job]) -> None:
     if not group:
         return
