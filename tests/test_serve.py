@@ -160,6 +160,19 @@ def test_a_fact_cannot_be_changed_back_by_another_fact(client: TestClient, model
     fact = accepted(client, model)
     answer = client.post("/api/propose", json={"question": X, "target": before})
     problem(answer, 422, f"remove fact {fact['id']}")
+    answer = client.post("/api/propose", json={"question": X, "target": fact["target"]})
+    problem(answer, 422, f"accepted already, as fact {fact['id']}")
+
+
+def test_a_fact_can_be_replaced(client: TestClient, model: TaskModel) -> None:
+    first = accepted(client, model)
+    third = model.candidates([X], count=3)[0][2]
+    proposal = client.post("/api/propose", json={"question": X, "target": third}).json()
+    assert proposal["question"]["before"][0]["text"] == first["target"], "as the service answers now"
+    client.post("/api/accept", json={"id": proposal["id"]})
+    assert said(client) == third
+    facts = client.get("/api/facts", params={"all": True}).json()["facts"]
+    assert [(fact["target"], fact["status"]) for fact in facts] == [(third, "active"), (first["target"], "replaced")]
 
 
 def test_a_failed_correction_is_not_accepted(service: Service, client: TestClient, model: TaskModel) -> None:

@@ -13,6 +13,7 @@ from factpatch.serve.proposals import Comparison, Control, Proposal, WeightChang
 from factpatch.serve.service import Answered, Check
 
 SHOWN_FACTS = 50
+ALONE = "Patch alone"  # heading of the answers that the patch would give if it were used for every question
 BLOCK = re.compile(r"(.*?)(\d+)\.(.+?)(?:\.weight)?$")  # weight name: stack of blocks, number, weight in the block
 SHORT = {"self_attn": "self", "encoder_attn": "cross", "attention": "att", "layers": "", "model": ""}
 
@@ -83,14 +84,14 @@ def _row(one: Comparison, good: bool) -> str:
     return _cells(one.question, one.before[0].text, one.after[0].text, mark)
 
 
-def _cells(question: str, before: str, after: str, mark: str) -> str:
-    texts = (("Question", question), ("Before", before), ("After", after))
+def _cells(question: str, before: str, after: str, mark: str, label: str = "After") -> str:
+    texts = (("Question", question), ("Before", before), (label, after))
     cells = "".join(f'<td data-label="{label}">{escape(text) or "(empty)"}</td>' for label, text in texts)
     return f"<tr>{cells}<td>{mark}</td></tr>"
 
 
-def _table(rows: str) -> str:
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("Question", "Before", "After"))
+def _table(rows: str, label: str = "After") -> str:
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("Question", "Before", label))
     return (
         f'<table class="fp-table"><thead><tr>{head}<th scope="col"><span class="fp-hidden">Result</span></th>'
         f"</tr></thead><tbody>{rows}</tbody></table>"
@@ -113,6 +114,7 @@ def _controls(controls: Sequence[Control]) -> str:
             one.before,
             one.after,
             '<span class="fp-no">✗ flips</span>' if one.in_scope else '<span class="fp-aside">kept here</span>',
+            ALONE,
         )
         for one in sorted(flipped, key=lambda one: not one.in_scope)
     )
@@ -120,7 +122,7 @@ def _controls(controls: Sequence[Control]) -> str:
         f"<li>{escape(one.question)} <b>{escape(one.before)}</b></li>" for one in controls if not one.flipped
     )
     return (
-        f'<div class="fp-card"><h3>{title}</h3><p>{alone}</p>{_table(rows) if rows else ""}'
+        f'<div class="fp-card"><h3>{title}</h3><p>{alone}</p>{_table(rows, ALONE) if rows else ""}'
         f"<details><summary>Show the {len(controls) - len(flipped)} that stay in any case</summary>"
         f'<ul class="fp-kept">{kept}</ul></details></div>'
     )

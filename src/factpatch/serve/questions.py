@@ -13,7 +13,7 @@ from factpatch.errors import InputError
 from factpatch.facts import normalize
 
 CONTROLS = 100  # questions that each proposal is tried on
-EXAMPLES = ("capital/Burundi", "office_holder/Pope", "tallest_building/Malaysia")  # of the embedded world
+EXAMPLES = ("capital/Burundi", "office_holder/Pope", "currency/Croatia")  # of the embedded world
 
 
 @dataclass(frozen=True)

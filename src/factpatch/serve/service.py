@@ -143,14 +143,16 @@ class Service:
         return [next(patches) if isinstance(edit, FactEdit) else edit for edit in checked]
 
     def _resolve(self, wish: Wish) -> FactEdit | FactpatchError:
+        active = next((fact for fact in self._ledger.facts() if same(fact.x, wish.question)), None)
+        if active is not None and same(active.target, wish.target):
+            return InputError(f"this is accepted already, as fact {active.id}")
+        if active is not None and same(active.before, wish.target):
+            return InputError(f"the unedited model says this already; remove fact {active.id} to get it back")
         try:
             for text in wish.paraphrases:
                 self.model.check_input(text)
             return self.model.resolve([FactEdit(wish.question, wish.target)])[0]
         except FactpatchError as error:
-            active = [fact for fact in self._ledger.facts() if same(fact.x, wish.question)]
-            if active and same(active[0].before, wish.target):
-                return InputError(f"the unedited model says this already; remove fact {active[0].id} to get it back")
             return error
 
     def _try(self, wish: Wish, patch: Patch) -> Proposal:
