@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import gradio as gr
 from fastapi import FastAPI
+from gradio.themes import Base
 
 from factpatch.errors import FactpatchError, FileError
 from factpatch.serve import html
@@ -35,7 +36,7 @@ def mount_page(app: FastAPI, service: Service) -> FastAPI:
     """Adds the page to the API's application. It loads nothing from other machines."""
     page = _build(service)
     page.queue(max_size=service.limits.queue, default_concurrency_limit=None)  # the service has its own queue
-    theme = gr.themes.Base(
+    theme = Base(
         primary_hue="indigo",
         neutral_hue="slate",
         radius_size="lg",

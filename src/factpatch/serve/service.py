@@ -80,7 +80,7 @@ class Service:
         self._worker = Worker(self.limits.queue)
         self._asks = Handler(self._answer_all, ASKS_AT_ONCE)
         self._wishes = Handler(self._patch_all, PATCHES_AT_ONCE)
-        self._tries = Handler(lambda tries: [self._try(*one) for one in tries], at_once=1)
+        self._tries = Handler(self._try_all, at_once=1)
         try:
             self._worker.call(lambda: self._open(ledger, scope)).result()
         except BaseException:
@@ -154,6 +154,9 @@ class Service:
             return self.model.resolve([FactEdit(wish.question, wish.target)])[0]
         except FactpatchError as error:
             return error
+
+    def _try_all(self, tries: list[tuple[Wish, Patch]]) -> list[Proposal]:
+        return [self._try(wish, patch) for wish, patch in tries]
 
     def _try(self, wish: Wish, patch: Patch) -> Proposal:
         """Tries a patch on its own questions and on the control questions."""
@@ -265,7 +268,10 @@ class _Ready(EditMethod):
     """An edit method for a patch that has been made already: what was tried is exactly what is recorded."""
 
     patch: Patch
-    name = "ready"
+
+    @property
+    def name(self) -> str:
+        return self.patch.method
 
     def at_once(self, model: TaskModel) -> int:
         return 1
