@@ -86,11 +86,11 @@ def demo(
 
 def _open_page(device: str | None, seed: int, as_json: bool) -> None:
     """Serves the embedded model until it is interrupted. Accepted facts are forgotten afterwards."""
-    from factpatch.cli.serve import start
+    from factpatch.cli.serve import serve
 
     with TemporaryDirectory() as folder:
         ledger = Path(folder) / "facts.db"
-        start("world", "world", ledger, port=0, open_browser=True, device=device, seed=seed, as_json=as_json)
+        serve("world", "world", ledger, port=0, open_browser=True, device=device, seed=seed, as_json=as_json)
 
 
 def _show_table(result: dict[str, Any], own: bool) -> None:

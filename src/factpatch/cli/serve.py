@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from factpatch.models import TaskModel
     from factpatch.scope import Scope
     from factpatch.serve.questions import Questions
+    from factpatch.serve.service import Service
 
 OTHERS_FOR_MERGING = 1200  # questions that a new ledger's merged patch leaves alone
-HOST, PORT = "127.0.0.1", 7860
 
 
 def serve(
@@ -41,8 +41,8 @@ def serve(
             "world: its own scope, otherwise an untrained scope fitted to --others."
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 need --token.")] = HOST,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 means any free port.")] = PORT,
+    host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 need --token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 means any free port.")] = 7860,
     token: Annotated[
         str | None,
         typer.Option(envvar="FACTPATCH_TOKEN", help="Secret that clients must send, at least 16 characters."),
@@ -59,42 +59,14 @@ def serve(
 
     Example: factpatch serve --model world --editor world --ledger facts.db
     """
-    start(model, editor, ledger, others, scope, host, port, token, rate, open_browser, device, seed, as_json)
-
-
-def start(
-    model: str,
-    editor: str,
-    ledger: Path,
-    others: Path | None = None,
-    scope: Path | None = None,
-    host: str = HOST,
-    port: int = PORT,
-    token: str | None = None,
-    rate: int = 600,
-    open_browser: bool = False,
-    device: str | None = None,
-    seed: int = 0,
-    as_json: bool = False,
-) -> None:
-    """Loads everything and serves until interrupted."""
     with common.working("loading"):
         from factpatch.serve import run
 
         run.quiet_gradio()
         run.require_web()
         run.check_exposure(host, token)
-        from factpatch.editors import load_editor
-        from factpatch.serve.limits import Limits
-        from factpatch.serve.service import Service
-
         common.prepare(seed)
-        task_model = common.load(model, device)
-        _leave_a_core(task_model)
-        questions = _find_questions(model, others, seed)
-        _create_ledger(ledger, task_model, questions)
-        trained, limits = load_editor(editor, task_model.device), Limits(requests_per_minute=rate)
-        service = Service(task_model, trained, ledger, _find_scope(task_model, model, scope, others), questions, limits)
+        service = _load(model, editor, ledger, others, scope, rate, device, seed)
 
     def on_ready(url: str) -> None:
         if as_json:
@@ -106,6 +78,29 @@ def start(
             webbrowser.open(url)
 
     run.listen(service, host, port, token, on_ready)
+
+
+def _load(
+    model: str,
+    editor: str,
+    ledger: Path,
+    others: Path | None,
+    scope: Path | None,
+    rate: int,
+    device: str | None,
+    seed: int,
+) -> Service:
+    from factpatch.editors import load_editor
+    from factpatch.serve.limits import Limits
+    from factpatch.serve.service import Service
+
+    questions = _find_questions(model, others, seed)
+    task_model = common.load(model, device)
+    _leave_a_core(task_model)
+    trained = load_editor(editor, task_model.device)
+    decides = _find_scope(task_model, model, scope, others)
+    _create_ledger(ledger, task_model, questions)
+    return Service(task_model, trained, ledger, decides, questions, Limits(requests_per_minute=rate))
 
 
 def _leave_a_core(model: TaskModel) -> None:
