@@ -72,7 +72,8 @@ def serve(
         if as_json:
             common.print_json({"url": url, "model": model, "ledger": str(ledger)})
         else:
-            common.stdout.print(f"Serving {escape(model)} with the facts of {escape(str(ledger))}: {url}")
+            text = f"Serving {escape(model)} with the facts of {escape(str(ledger))}: {url}"
+            common.stdout.print(text, soft_wrap=True)
             common.stdout.print(f"API reference: {url}/docs. Stop with Ctrl-C.")
         if open_browser:
             webbrowser.open(url)
