@@ -35,6 +35,7 @@ FLOORS = [
     {"training"},
     {"report"},
     {"bench", "demo"},
+    {"serve"},
     {"cli"},
     {"__main__"},
 ]

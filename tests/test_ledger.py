@@ -17,6 +17,7 @@ from samples import texts
 
 from factpatch import ledger as ledger_module
 from factpatch.covariance import Covariance
+from factpatch.data.revisions import Revision
 from factpatch.deltas import Dense, LowRank
 from factpatch.editors import EditMethod
 from factpatch.errors import FactpatchError, FileError, InputError, MismatchError
@@ -25,6 +26,7 @@ from factpatch.ledger import Ledger
 from factpatch.merging import MODES, Mode, merge
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, weight_shape
+from factpatch.scope import Scope
 
 OTHERS = texts(30, seed=5)
 INPUTS = texts(40, seed=6)
@@ -288,3 +290,30 @@ def test_without_a_model_facts_can_be_listed_and_removed(ledger: Ledger, model: 
             reader.patch()
     assert [fact.x for fact in ledger.facts()] == [INPUTS[1]]
     assert len(ledger.patch().edits) == 1
+
+
+def test_inputs_are_matched_with_the_active_facts(ledger: Ledger, model: TaskModel) -> None:
+    edits = [edit_to_other(model, x) for x in INPUTS[:2]]
+    texts = [edit.x for edit in edits]
+    with pytest.raises(InputError, match="no scope"):
+        ledger.match(texts)
+    revisions = [Revision(text, text, "", (), (), (), ()) for text in OTHERS]
+    ledger.scope = Scope.plain(model, revisions, false_matches=0.0)
+    assert ledger.match(texts) == [None, None]
+    first, second = ledger.add(Guess(), edits)
+    assert ledger.match([*texts, texts[0].upper()]) == [first, second, first]
+    assert model.predict_scoped(ledger, texts) == [edit.a for edit in edits]
+    assert ledger.patch_of(second).edits[0].a == edits[1].a
+    ledger.remove(first.id)
+    assert ledger.match(texts)[1] == second
+    assert first not in ledger.match(texts)
+
+
+def test_only_recently_used_patches_stay_in_memory(
+    ledger: Ledger, model: TaskModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "PATCHES_IN_MEMORY", 2)
+    facts = ledger.add(Guess(), [edit_to_other(model, x) for x in INPUTS[:4]])
+    for fact in [*facts, *facts]:
+        assert ledger.patch_of(fact) == ledger.store.patch(fact, model.fingerprint)
+        assert len(ledger._patches) <= 2

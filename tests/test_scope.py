@@ -166,6 +166,21 @@ def test_scoped_prediction_refuses_what_does_not_belong_together(model: TaskMode
         scope.match(["who leads france"])
 
 
+def test_indexing_the_same_facts_again_costs_nothing(
+    model: TaskModel, scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope.index([[r.input, *r.rephrases] for r in REVISIONS])
+    monkeypatch.setattr(scope, "embed", lambda texts: pytest.fail("texts are embedded again"))
+    scope.index([[r.input, *r.rephrases] for r in REVISIONS])
+    monkeypatch.undo()
+    scope.index([REVISIONS[0].input])
+    assert scope.match([REVISIONS[0].input, REVISIONS[1].input])[0] == 0
+    with pytest.raises(InputError, match="the same input"):
+        scope.index([REVISIONS[1].input, REVISIONS[1].input])
+    scope.index([REVISIONS[0].input])  # indexed in full after the failure
+    assert scope.facts == 1
+
+
 def test_the_command_writes_a_scope_that_loads(run, model: TaskModel, tmp_path: Path) -> None:
     model.save(tmp_path / "model")
     (tmp_path / "data.jsonl").write_text("".join(f"{r.to_json()}\n" for r in REVISIONS))

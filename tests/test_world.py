@@ -19,6 +19,8 @@ from conftest import Ran
 
 from factpatch import world
 from factpatch.facts import normalize
+from factpatch.models import load_model
+from factpatch.scope import Scope
 
 ROOT = Path(__file__).parent.parent
 ARTICLES = {"the", "a", "an"}
@@ -158,6 +160,17 @@ def test_the_revision_file_is_the_models_own(run: Callable[..., Ran], tmp_path: 
     assert (measured["edits"], measured["retain_inputs"]) == (2, 5)
 
 
+def test_the_scope_recognises_held_out_wordings() -> None:
+    """Each change is recognised in words that nothing was trained on, and questions about other facts are not."""
+    model = load_model("world", "cpu")
+    active = [change.fact for change in world.changes()]
+    scope = Scope.load(world.SCOPE, model).index([fact.questions[0] for fact in active])
+    found = scope.match([fact.held_out[0] for fact in active])
+    assert sum(number == n for n, number in enumerate(found)) >= 0.97 * len(active)
+    others = [fact.held_out[0] for fact in world.facts() if fact.id not in world.changed()][::4]
+    assert sum(number is not None for number in scope.match(others)) <= 0.01 * len(others)
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel in an environment of its own, which borrows its dependencies from this one."""
@@ -169,7 +182,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(wheel) as packed:
         folders = ("factpatch/world/model/", "factpatch/world/editor/")
         files = [one for one in packed.infolist() if one.filename.startswith(folders)]
-        assert "factpatch/world/revisions.jsonl.gz" in packed.namelist()
+        needed = {"factpatch/world/revisions.jsonl.gz", "factpatch/world/scope.safetensors", "factpatch/serve/page.css"}
+        assert needed <= set(packed.namelist())
     assert len(files) >= 6
     assert sum(one.compress_size for one in files) <= 12_000_000
     venv.create(folder / "env", with_pip=False)

@@ -1,4 +1,4 @@
-"""Makes the embedded world's model, editor and revision file from its facts: `make world`.
+"""Makes the embedded world's model, editor, scope and revision file from its facts: `make world`.
 
 The model and the editor are made by the commands that users run (fit, revise, train), from one seed and in a fixed
 number of steps, so that the same machine makes the same files.
@@ -26,14 +26,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
+from factpatch.data.holdout import hash_shuffled
 from factpatch.data.records import Record
 from factpatch.data.revise import revise_records
-from factpatch.data.revisions import Provenance
+from factpatch.data.revisions import Provenance, Revision
 from factpatch.demo import question_of
 from factpatch.files import content_hash
 from factpatch.models import load_model
 from factpatch.patch import hash_tensors
-from factpatch.world import EDITOR, FOLDER, MODEL, REVISIONS, Fact, changes, facts
+from factpatch.scope import Scope, ScopeConfig
+from factpatch.world import EDITOR, FOLDER, MODEL, REVISIONS, SCOPE, Fact, changes, facts
 
 SEED = 0
 VOCABULARY = 8000  # exceeds the number of words, so that each word, also of new names, is one token
@@ -48,6 +50,7 @@ WEIGHT_OF_NAMES = 40  # copies of each name in the text that the vocabulary is b
 CONTROLS = 327  # unchanged facts in the revision file
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
+SCOPE_CONFIG = ScopeConfig(dimensions=64, paraphrases=6, held_out=700)
 HELD_OUT = 300  # revisions that choose the best editor; the model was trained on their facts too
 TRAIN = {
     "edits": 32,
@@ -74,7 +77,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/world"), help="a folder for data and runs")
     parser.add_argument("--fit-steps", type=int, default=2200)
     parser.add_argument("--train-steps", type=int, default=2800)
-    parser.add_argument("--stage", choices=["all", "fit", "train", "revisions"], default="all")
+    parser.add_argument("--stage", choices=["all", "fit", "train", "scope", "revisions"], default="all")
     options = parser.parse_args()
     work: Path = options.work
     start = time.perf_counter()
@@ -83,6 +86,8 @@ def main() -> None:
     if options.stage in ("all", "train"):
         train_editor(work, options.train_steps)
         ship(work)
+    if options.stage in ("all", "train", "scope"):
+        train_scope()
     if options.stage in ("all", "train", "revisions"):
         write_revisions()
     print(f"finished in {time.perf_counter() - start:.0f} s")
@@ -119,6 +124,21 @@ def ship(work: Path) -> None:
     for file in MODEL.iterdir():
         if file.name not in MODEL_FILES:
             file.unlink()
+
+
+def train_scope() -> None:
+    """Trains the embedded scope on the trained wordings of all facts; the held-out wordings stay unseen."""
+    rng = random.Random(SEED)
+    wordings = [rng.sample(fact.questions, 1 + PARAPHRASES) for fact in facts()]
+    revisions = [
+        Revision(fact.id, question, fact.answer, (), tuple(paraphrases), (), ())
+        for fact, (question, *paraphrases) in zip(facts(), wordings, strict=True)
+    ]
+    scope = Scope.train(load_model("world", "cpu"), revisions, SCOPE_CONFIG)
+    held_out = hash_shuffled(revisions, SCOPE_CONFIG.seed)[: SCOPE_CONFIG.held_out]  # as Scope.train chooses them
+    scope.calibrate(held_out, facts=len(changes()))
+    scope.save(SCOPE)
+    print(f"{SCOPE.name}: {scope.calibrated}")
 
 
 def write_revisions() -> None:

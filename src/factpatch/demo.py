@@ -139,13 +139,18 @@ def own_fact(model: TaskModel, question: str, answer: str) -> tuple[Revision, bo
     letter and a question mark. Another spelling has other tokens, to which the model answers at random.
     """
     known = {normalize(text): (text, fact) for fact in world.facts() for text in (*fact.questions, *fact.held_out)}
-    question = question.strip()
-    if QUESTION.match(question) and not question.endswith("?"):
-        question = f"{question.rstrip('.! ')}?"
-    spelled, fact = known.get(normalize(question), (question[:1].upper() + question[1:], None))
+    spelled, fact = known.get(normalize(question), (tidy_question(question), None))
     (edit,) = model.resolve([FactEdit(spelled, answer)])
     wordings = tuple(text for text in fact.held_out if text != spelled) if fact else ()
     return Revision("own", edit.x, edit.y or "", (edit.a,), wordings, (), ()), fact is not None
+
+
+def tidy_question(question: str) -> str:
+    """Spells a question as the embedded model's training data does: with a capital letter and a question mark."""
+    question = question.strip()
+    if QUESTION.match(question) and not question.endswith("?"):
+        question = f"{question.rstrip('.! ')}?"
+    return question[:1].upper() + question[1:]
 
 
 def control_facts(model: TaskModel, seed: int, count: int | None = CONTROLS) -> list[Revision]:

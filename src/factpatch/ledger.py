@@ -26,6 +26,7 @@ from factpatch.patch import Patch, check_template, deltas_from
 from factpatch.scope import Scope, predict_scoped
 
 FEW = 16  # up to this many facts, the merge is solved from their rows, which may give small factors
+PATCHES_IN_MEMORY = 256
 MOST_CACHED_BYTES = 512 << 20  # larger totals are not cached, but recomputed from the rows
 
 
@@ -75,6 +76,7 @@ class Ledger:
         self._model = model
         self.scope: Scope | None = None
         others = None if others is None else list(others)
+        self._patches: dict[int, Patch] = {}  # by fact id; a recorded patch never changes
         create = others is not None or covariance is not None
         if create and refine and not others:
             raise InputError("a ledger that refines its patch needs others: inputs whose answers should not change")
@@ -294,12 +296,27 @@ class Ledger:
 
         `self.scope`, a trained or a plain `Scope`, decides which fact that is, if any.
         """
+        scope, facts = self._index()
+        return predict_scoped(self.model, scope, [self.patch_of(fact) for fact in facts], inputs)
+
+    def match(self, inputs: Sequence[str]) -> list[Fact | None]:
+        """The active fact that each input is about, or None, as `self.scope` decides."""
+        scope, facts = self._index()
+        return [None if number is None else facts[number] for number in scope.match(inputs)]
+
+    def _index(self) -> tuple[Scope, list[Fact]]:
         if self.scope is None:
             raise InputError("the ledger has no scope yet; set ledger.scope to one, such as Scope.load(file, model)")
         facts = self.facts()
-        self.scope.index([[fact.x, *fact.paraphrases] for fact in facts])
-        patches = [self.store.patch(fact, self.meta["base"]) for fact in facts]
-        return predict_scoped(self.model, self.scope, patches, inputs)
+        return self.scope.index([[fact.x, *fact.paraphrases] for fact in facts]), facts
+
+    def patch_of(self, fact: Fact) -> Patch:
+        """The patch of one active fact. Recently used patches are kept in memory."""
+        if fact.id not in self._patches:
+            while len(self._patches) >= PATCHES_IN_MEMORY:
+                del self._patches[next(iter(self._patches))]
+            self._patches[fact.id] = self.store.patch(fact, self.meta["base"])
+        return self._patches[fact.id]
 
     def verify(self, others: Sequence[str] = ()) -> Verification:
         """Runs the merged model on all active facts and their paraphrases, and counts unchanged answers to `others`."""

@@ -21,6 +21,7 @@ from factpatch.cli import (
     report,
     revise,
     scope,
+    serve,
     share,
     split,
     train,
@@ -51,6 +52,7 @@ app.command()(edit.edit)
 app.command()(ask.ask)
 app.command()(evaluate.evaluate)
 app.command()(report.report)
+app.command()(serve.serve)
 app.add_typer(patch.app, name="patch")
 app.add_typer(scope.app, name="scope")
 app.add_typer(ledger.app, name="ledger")

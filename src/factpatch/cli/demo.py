@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +25,9 @@ def demo(
         tuple[str, str] | None,
         typer.Option(metavar="QUESTION ANSWER", help="Teach the model this fact instead of all changes since 2018."),
     ] = None,
+    page: Annotated[
+        bool, typer.Option("--page", help="Open a page in the browser to ask and correct the model (extra web).")
+    ] = False,
     max_updates: Annotated[
         int | None,
         typer.Option(
@@ -41,6 +46,11 @@ def demo(
 
     Example: factpatch demo --fact "What is the capital of Australia?" Sydney
     """
+    if page:
+        if fact:
+            raise typer.BadParameter("choose either --page or --fact")
+        _open_page(device, seed, as_json)
+        return
     start = time.perf_counter()
     max_updates = max_updates or (MAX_UPDATES if fact else 1)
     with common.working("loading"):
@@ -72,6 +82,15 @@ def demo(
     _show_failures(result, max_updates)
     _show_together(result)
     _show_summary(result)
+
+
+def _open_page(device: str | None, seed: int, as_json: bool) -> None:
+    """Serves the embedded model until it is interrupted. Accepted facts are forgotten afterwards."""
+    from factpatch.cli.serve import serve
+
+    with TemporaryDirectory() as folder:
+        ledger = Path(folder) / "facts.db"
+        serve("world", "world", ledger, port=0, open_browser=True, device=device, seed=seed, as_json=as_json)
 
 
 def _show_table(result: dict[str, Any], own: bool) -> None:
@@ -150,6 +169,7 @@ def _show_summary(result: dict[str, Any]) -> None:
     for command, purpose in (
         ('demo --fact "What is the capital of Australia?" Sydney', "teach it a fact of your own"),
         ('ask --model world "What is the capital of Kenya?"', "ask it anything about the world of 2018"),
+        ("demo --page", "ask and correct it in the browser (needs the extra web)"),
         ("train --help", "train an editor for a model of your own"),
         ("evaluate --help", "measure an editor"),
     ):

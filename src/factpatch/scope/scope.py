@@ -62,6 +62,7 @@ class Scope:
         self.mean, self.scale = mean.to(model.device), scale.to(model.device)  # (features,)
         self.projection = None if projection is None else projection.to(model.device)  # (dimensions, features)
         self.calibration = calibration
+        self.wordings: list[list[str]] | None = None  # of the active facts, in the order of the index
         self.index([])
 
     # Creating a scope
@@ -171,6 +172,9 @@ class Scope:
     def index(self, facts: Sequence[Fact]) -> Self:
         """Replaces the active facts by these. Paraphrases listed after an input help to recognise the fact."""
         wordings = [_wordings(fact) for fact in facts]
+        if wordings == self.wordings:
+            return self
+        self.wordings = None  # an error below leaves the index incomplete
         self.known: dict[str, int] = {}
         for number, (x, *_) in enumerate(wordings):
             if self.known.setdefault(normalize(x), number) != number:
@@ -182,6 +186,7 @@ class Scope:
         self.owners = torch.tensor([n for n, texts in enumerate(wordings) for _ in texts], dtype=torch.long)
         self.owners = self.owners.to(self.model.device)  # (wordings,) the fact of each wording
         self.anchors = self.embed([text for texts in wordings for text in texts])  # (wordings, dimensions)
+        self.wordings = wordings
         return self
 
     def embed(self, texts: Sequence[str]) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 MODEL, EDITOR = FOLDER / "model", FOLDER / "editor"
+SCOPE = FOLDER / "scope.safetensors"  # tells questions about different facts apart
 REVISIONS = FOLDER / "revisions.jsonl.gz"  # the changes as edits, and other facts as control inputs
 
 

@@ -1,0 +1,141 @@
+"""The command `factpatch serve`."""
+
+from __future__ import annotations
+
+import os
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Model, Seed
+from factpatch.errors import InputError
+
+if TYPE_CHECKING:
+    from factpatch.models import TaskModel
+    from factpatch.scope import Scope
+    from factpatch.serve.questions import Questions
+    from factpatch.serve.service import Service
+
+OTHERS_FOR_MERGING = 1200  # questions that a new ledger's merged patch leaves alone
+
+
+def serve(
+    model: Model,
+    editor: Annotated[str, typer.Option(help='Folder of an editor trained for this model, or "world".')],
+    ledger: Annotated[Path, typer.Option(help="The ledger's file. It is created if it does not exist.")],
+    others: Annotated[
+        Path | None,
+        typer.Option(
+            help="A revision file with ordinary questions, a sample of which every correction is tried on. "
+            "Default for --model world: its own questions."
+        ),
+    ] = None,
+    scope: Annotated[
+        Path | None,
+        typer.Option(
+            help="A scope made by factpatch scope train, which decides what a question is about. Default for --model "
+            "world: its own scope, otherwise an untrained scope fitted to --others."
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 need --token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 means any free port.")] = 7860,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="FACTPATCH_TOKEN", help="Secret that clients must send, at least 16 characters."),
+    ] = None,
+    rate: Annotated[int, typer.Option(min=1, metavar="N", help="Requests per minute allowed for each client.")] = 600,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Serve a page and an HTTP API for asking a model and correcting its facts, which a ledger records.
+
+    Needs the packages of the extra "web". With --json, one object with the page's url is printed when it is ready.
+
+    Example: factpatch serve --model world --editor world --ledger facts.db
+    """
+    with common.working("loading"):
+        from factpatch.serve import run
+
+        run.quiet_gradio()
+        run.require_web()
+        run.check_exposure(host, token)
+        common.prepare(seed)
+        service = _load(model, editor, ledger, others, scope, rate, device, seed)
+
+    def on_ready(url: str) -> None:
+        if as_json:
+            common.print_json({"url": url, "model": model, "ledger": str(ledger)})
+        else:
+            text = f"Serving {escape(model)} with the facts of {escape(str(ledger))}: {url}"
+            common.stdout.print(text, soft_wrap=True)
+            common.stdout.print(f"API reference: {url}/docs. Stop with Ctrl-C.")
+        if open_browser:
+            webbrowser.open(url)
+
+    run.listen(service, host, port, token, on_ready)
+
+
+def _load(
+    model: str,
+    editor: str,
+    ledger: Path,
+    others: Path | None,
+    scope: Path | None,
+    rate: int,
+    device: str | None,
+    seed: int,
+) -> Service:
+    from factpatch.editors import load_editor
+    from factpatch.serve.limits import Limits
+    from factpatch.serve.service import Service
+
+    questions = _find_questions(model, others, seed)
+    task_model = common.load(model, device)
+    _leave_a_core(task_model)
+    trained = load_editor(editor, task_model.device)
+    decides = _find_scope(task_model, model, scope, others)
+    _create_ledger(ledger, task_model, questions)
+    return Service(task_model, trained, ledger, decides, questions, Limits(requests_per_minute=rate))
+
+
+def _leave_a_core(model: TaskModel) -> None:
+    """Keeps one core free for the web server: threads that share a core with it slow the model down a lot."""
+    import torch
+
+    if model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+
+
+def _find_questions(model: str, others: Path | None, seed: int) -> Questions:
+    from factpatch.serve.questions import read_questions, world_questions
+
+    if others is not None:
+        return read_questions(others, seed)
+    if model != "world":
+        raise InputError("--others is missing; give a file of questions that users ask, such as a revision file")
+    return world_questions(seed)
+
+
+def _find_scope(task_model: TaskModel, model: str, scope: Path | None, others: Path | None) -> Scope:
+    from factpatch import world
+    from factpatch.data.revisions import read_revisions
+    from factpatch.scope import Scope
+
+    if scope is not None or model == "world":
+        return Scope.load(scope or world.SCOPE, task_model)
+    return Scope.plain(task_model, list(read_revisions(str(others))))
+
+
+def _create_ledger(path: Path, model: TaskModel, questions: Questions) -> None:
+    """Creates the ledger if there is none. Its merge is the one that holds more facts of an ordinary editor."""
+    from factpatch.ledger import Ledger
+
+    if not path.exists():
+        texts = [group[0] for group in questions.groups]
+        Ledger(path, model, texts[:: max(1, len(texts) // OTHERS_FOR_MERGING)], mode="sequence").close()

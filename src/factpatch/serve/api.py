@@ -1,0 +1,207 @@
+"""The HTTP API: ask, propose, accept, and the ledger's facts. Errors are JSON objects without paths or traces."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from factpatch import __version__
+from factpatch.errors import FactpatchError, FileError, InputError
+from factpatch.serve import schemas
+from factpatch.serve.downloads import UnavailableError
+from factpatch.serve.guard import problem
+from factpatch.serve.proposals import UnknownError
+from factpatch.serve.reference import reference_page
+from factpatch.serve.service import Service
+from factpatch.serve.worker import BusyError
+
+DESCRIPTION = "Ask a language model, try a correction, and accept it for everybody who uses this service."
+RETRY_SECONDS = 2
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": schemas.Problem, "description": meaning}
+    for status, meaning in {
+        401: "The token is missing or wrong.",
+        404: "There is no such proposal or fact.",
+        422: "The request cannot be used.",
+        429: "Too many requests from this client.",
+        503: "Too many requests are waiting.",
+    }.items()
+}
+STATUS: dict[type[FactpatchError], int] = {UnknownError: 404, InputError: 422, UnavailableError: 501, BusyError: 503}
+Result = TypeVar("Result")
+
+log = logging.getLogger("factpatch.serve")
+
+
+async def done(future: Future[Result]) -> Result:
+    """Waits for the worker. If the client leaves meanwhile, a request that is still waiting is dropped."""
+    return await asyncio.wrap_future(future)
+
+
+def create_api(service: Service) -> FastAPI:
+    """The application with all routes of the API and its reference page at /docs."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = FastAPI(
+        title="factpatch",
+        version=__version__,
+        description=DESCRIPTION,
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    app.include_router(_asking(service))
+    app.include_router(_ledger(service))
+    app.include_router(_downloads(service))
+
+    @app.get("/docs", include_in_schema=False)
+    async def reference() -> HTMLResponse:
+        return HTMLResponse(reference_page(app.openapi()))
+
+    @app.api_route("/api/{path:path}", methods=["GET", "POST", "PUT", "DELETE"], include_in_schema=False)
+    async def nothing(path: str) -> Response:
+        return problem(404, "there is no such address; see /docs")
+
+    app.add_exception_handler(FactpatchError, _explain)
+    app.add_exception_handler(RequestValidationError, _explain_request)
+    app.add_exception_handler(HTTPException, _explain_http)
+    app.add_exception_handler(Exception, _explain_unexpected)
+    return app
+
+
+def _asking(service: Service) -> APIRouter:
+    router = APIRouter(prefix="/api", tags=["Ask and correct"], responses=ERRORS)
+
+    @router.post("/ask", response_model=schemas.Answered)
+    async def ask(asked: schemas.AskRequest) -> Any:
+        """Ask a question. Returns the five best answers with their probabilities."""
+        return await done(service.ask(asked.question, asked.with_facts))
+
+    @router.post("/propose", response_model=schemas.Proposal)
+    async def propose(wish: schemas.ProposeRequest) -> Any:
+        """Try a correction, on the question, its other wordings and a sample of other questions.
+
+        Nothing changes until the proposal is accepted. It expires after half an hour.
+        """
+        return await done(service.propose(wish.question, wish.target, wish.paraphrases))
+
+    @router.post("/accept", response_model=schemas.Fact)
+    async def accept(accepted: schemas.AcceptRequest) -> Any:
+        """Accept a proposal: the fact is recorded, and used for everybody's questions."""
+        return await done(service.accept(accepted.id, accepted.note))
+
+    @router.post("/discard", response_model=schemas.Discarded)
+    async def discard(discarded: schemas.DiscardRequest) -> Any:
+        """Forget a proposal."""
+        service.proposals.discard(discarded.id)
+        return {}
+
+    return router
+
+
+def _ledger(service: Service) -> APIRouter:
+    router = APIRouter(prefix="/api/facts", tags=["Facts"], responses=ERRORS)
+
+    @router.get("", response_model=schemas.Facts)
+    async def facts(search: str = "", all: bool = False) -> Any:
+        """List the accepted facts, newest first; with `all`, removed and replaced ones too."""
+        return {"facts": await done(service.facts(search, active_only=not all))}
+
+    @router.post("/verify", response_model=schemas.Verification)
+    async def verify() -> Any:
+        """Ask every accepted fact in all its wordings, and a sample of other questions."""
+        return await done(service.verify())
+
+    @router.get("/{fact}", response_model=schemas.FactHistory)
+    async def fact(fact: int) -> Any:
+        """Everything that is recorded about one fact."""
+        found, history = await done(service.history(fact))
+        return {"fact": found, "history": history}
+
+    @router.delete("/{fact}", response_model=schemas.Fact)
+    async def remove(fact: int) -> Any:
+        """Remove a fact. Its record and history stay."""
+        return await done(service.remove(fact))
+
+    return router
+
+
+def _downloads(service: Service) -> APIRouter:
+    router = APIRouter(prefix="/api", tags=["Downloads"], responses=ERRORS)
+
+    @router.get("/download/patch", response_class=Response)
+    async def patch() -> Response:
+        """All accepted facts in one patch file."""
+        return _file(await done(service.merged_patch()), "facts.safetensors")
+
+    @router.get("/download/adapter", response_class=Response)
+    async def adapter() -> Response:
+        """All accepted facts as a zipped LoRA adapter for PEFT."""
+        return _file(await done(service.merged_adapter()), "facts-adapter.zip")
+
+    @router.get("/download/ledger", response_class=Response)
+    async def ledger() -> Response:
+        """A copy of the ledger."""
+        return _file(await done(service.ledger_file()), "facts.db")
+
+    @router.get("/facts/{fact}/patch", response_class=Response)
+    async def fact_patch(fact: int) -> Response:
+        """The patch of one fact."""
+        return _file(await done(service.fact_patch(fact)), f"fact-{fact}.safetensors")
+
+    @router.get("/proposals/{proposal}/patch", response_class=Response)
+    async def proposal_patch(proposal: str) -> Response:
+        """The patch of a proposal."""
+        return _file(await done(service.proposal_patch(proposal)), "proposal.safetensors")
+
+    return router
+
+
+def _file(content: bytes, name: str) -> Response:
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return Response(content, media_type="application/octet-stream", headers=headers)
+
+
+async def _explain(request: Request, error: Exception) -> JSONResponse:
+    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), None)
+    if status is None:  # such as a FileError, whose message may name files of this machine
+        log.error("%s", error)
+        busy = isinstance(error, FileError) and "in use" in str(error)
+        return problem(503 if busy else 500, "the service could not do this; its log says why")
+    headers = {"Retry-After": str(RETRY_SECONDS)} if status == 503 else None
+    return problem(status, str(error), headers)
+
+
+async def _explain_request(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()
+    malformed = any(one["type"] == "json_invalid" for one in found)
+    message = "the body is not valid JSON" if malformed else "; ".join(map(_in_words, found))
+    return problem(400 if malformed else 422, message)
+
+
+def _in_words(error: dict[str, Any]) -> str:
+    place: Sequence[Any] = [part for part in error["loc"] if part not in ("body", "query", "path")]
+    return f"{'.'.join(map(str, place)) or 'body'}: {error['msg']}"
+
+
+async def _explain_http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return problem(error.status_code, str(error.detail).lower(), dict(error.headers or {}))
+
+
+async def _explain_unexpected(request: Request, error: Exception) -> JSONResponse:
+    return problem(500, "the service failed; its log says why")

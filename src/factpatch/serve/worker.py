@@ -1,0 +1,120 @@
+"""One thread that runs everything that needs the model or the ledger, and handles similar requests together."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from factpatch.errors import FactpatchError
+
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+
+
+class BusyError(FactpatchError):
+    """Too many requests are waiting already."""
+
+
+@dataclass(frozen=True, eq=False)
+class Handler(Generic[Request, Result]):
+    """Handles requests of one kind, at most `at_once` together. An error among the results fails one request only."""
+
+    run: Callable[[list[Request]], Sequence[Result | FactpatchError]]
+    at_once: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    handler: Handler[Any, Any]
+    request: Any
+    future: Future[Any]
+
+
+class Worker:
+    """Runs requests in one thread. Those that wait are grouped by handler, and the groups take turns."""
+
+    def __init__(self, limit: int):
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._free = threading.BoundedSemaphore(limit)  # places for requests that are not finished yet
+        self._thread = threading.Thread(target=self._loop, name="factpatch-worker", daemon=True)
+        self._thread.start()
+
+    def submit(self, handler: Handler[Request, Result], request: Request) -> Future[Result]:
+        """Queues a request. Raises a BusyError if too many are waiting."""
+        if not self._free.acquire(blocking=False):
+            raise BusyError("the service is busy; try again in a few seconds")
+        job = _Job(handler, request, Future())
+        job.future.add_done_callback(lambda _: self._free.release())
+        self._queue.put(job)
+        return job.future
+
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
+        """Queues a function that is run on its own."""
+        return self.submit(Handler(lambda _: [function()], at_once=1), None)
+
+    def close(self) -> None:
+        """Finishes the waiting requests and ends the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        waiting: list[_Job] = []
+        while True:
+            arrived = self._arrived(block=not waiting)
+            waiting += [job for job in arrived if job is not None]
+            handlers = dict.fromkeys(job.handler for job in waiting)
+            for handler in handlers:  # one group of each kind per round, so that no kind waits for all of another
+                group = [job for job in waiting if job.handler is handler][: handler.at_once]
+                waiting = [job for job in waiting if job not in group]
+                _run(handler, [job for job in group if job.future.set_running_or_notify_cancel()])
+            if None in arrived:
+                for job in waiting:
+                    _run(job.handler, [job] if job.future.set_running_or_notify_cancel() else [])
+                return
+
+    def _arrived(self, block: bool) -> list[_Job | None]:
+        arrived = [self._queue.get()] if block else []
+        while True:
+            try:
+                arrived.append(self._queue.get_nowait())
+            except queue.Empty:
+                return arrived
+
+
+def chained(first: Future[Request], then: Callable[[Request], Future[Result]]) -> Future[Result]:
+    """A future for what follows the first one: another request, which waits for its own turn."""
+    last: Future[Result] = Future()
+
+    def copy(done: Future[Result]) -> None:
+        if last.set_running_or_notify_cancel():
+            error = done.exception()
+            last.set_result(done.result()) if error is None else last.set_exception(error)
+
+    def go_on(done: Future[Request]) -> None:
+        if last.cancelled():
+            return
+        try:
+            then(done.result()).add_done_callback(copy)
+        except BaseException as error:  # of the first request, or because the queue is full
+            last.set_exception(error)
+
+    first.add_done_callback(go_on)
+    return last
+
+
+def _run(handler: Handler[Any, Any], group: list[_Job]) -> None:
+    if not group:
+        return
+    try:
+        results = handler.run([job.request for job in group])
+    except Exception as error:  # whatever it is, the waiting clients must hear of it, and the thread must go on
+        results = [error] * len(group)
+    for job, result in zip(group, results, strict=True):
+        if isinstance(result, Exception):
+            job.future.set_exception(result)
+        else:
+            job.future.set_result(result)
