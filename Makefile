@@ -12,7 +12,7 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready-dev
 	@echo "test: running the tests"
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n 2 --dist loadfile
 	@echo "test: running the GPU kernels in Triton's interpreter"
 	@TRITON_INTERPRET=1 $(BIN)/pytest tests/test_kernels.py || [ $$? -eq 5 ] # no tests are found on systems without Triton
 

@@ -48,7 +48,7 @@ def layer_inputs(model: TaskModel, edit: FactEdit, patch: Patch | None) -> dict[
     """What every layer reads for one edit alone, (tokens, in), under its patch."""
     found: dict[str, Tensor] = {}
     handles = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: found.__setitem__(name, args[0][0]))
+        layer.register_forward_pre_hook(lambda _, args, name=name: found.__setitem__(name, args[0].flatten(0, -2)))
         for name, layer in model.layers.items()
     ]
     targets = None if model.kind == "classifier" else [edit.a]
