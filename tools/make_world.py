@@ -26,14 +26,21 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTokenizerFast
 
+from factpatch import world
+from factpatch.covariance import Covariance
 from factpatch.data.holdout import hash_shuffled
 from factpatch.data.records import Record
 from factpatch.data.revise import revise_records
-from factpatch.data.revisions import Provenance, Revision
-from factpatch.demo import question_of
+from factpatch.data.revisions import Provenance, Revision, edit_of
+from factpatch.deltas import Dense
+from factpatch.demo import outdated, question_of
+from factpatch.editors import Looped, load_editor
+from factpatch.facts import normalize
 from factpatch.files import content_hash
+from factpatch.merging import merge
 from factpatch.models import load_model
 from factpatch.patch import hash_tensors
+from factpatch.refining import refine
 from factpatch.scope import Scope, ScopeConfig
 from factpatch.world import EDITOR, FOLDER, MODEL, REVISIONS, SCOPE, Fact, changes, facts
 
@@ -51,6 +58,8 @@ CONTROLS = 327  # unchanged facts in the revision file
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
 SCOPE_CONFIG = ScopeConfig(dimensions=64, paraphrases=6, held_out=700)
+MERGE_SAMPLE = 1500  # questions that the merge of all changes is fitted to, before it is refined on all
+REFINE_STEPS = 100
 HELD_OUT = 300  # revisions that choose the best editor; the model was trained on their facts too
 TRAIN = {
     "edits": 32,
@@ -77,7 +86,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/world"), help="a folder for data and runs")
     parser.add_argument("--fit-steps", type=int, default=2200)
     parser.add_argument("--train-steps", type=int, default=2800)
-    parser.add_argument("--stage", choices=["all", "fit", "train", "scope", "revisions"], default="all")
+    parser.add_argument("--stage", choices=["all", "fit", "train", "scope", "merge", "revisions"], default="all")
     options = parser.parse_args()
     work: Path = options.work
     start = time.perf_counter()
@@ -88,9 +97,28 @@ def main() -> None:
         ship(work)
     if options.stage in ("all", "train", "scope"):
         train_scope()
+    if options.stage in ("all", "train", "merge"):
+        merge_changes()
     if options.stage in ("all", "train", "revisions"):
         write_revisions()
     print(f"finished in {time.perf_counter() - start:.0f} s")
+
+
+def merge_changes() -> None:
+    """Puts all changes into one patch. The world's spare facts are left out, so that they can measure it."""
+    model = load_model("world", "cpu")
+    spare = {fact.id for fact in world.spare()}
+    rng = random.Random(SEED)
+    others = [q for fact in facts() if fact.id not in spare for q in rng.sample(fact.questions, 2)]
+    edits = [edit_of(revision) for revision in outdated(model)]
+    asked = {normalize(q) for change in changes() for q in change.fact.questions}
+    others = [question for question in others if normalize(question) not in asked]
+    covariance = Covariance.compute(model, others[:MERGE_SAMPLE])
+    patches = Looped(load_editor("world")).propose(model, edits)
+    patch = refine(model, merge(model, patches, covariance=covariance, mode="sequence"), others, REFINE_STEPS)
+    half = {name: Dense(delta.dense().half()) for name, delta in patch.deltas.items()}
+    replace(patch, deltas=half).save(world.MERGED)
+    print(f"{world.MERGED.name}: {len(edits)} facts")
 
 
 def fit_model(work: Path, steps: int) -> None:

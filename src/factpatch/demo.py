@@ -21,12 +21,12 @@ from factpatch.facts import FactEdit, normalize, same
 from factpatch.ledger import Ledger
 from factpatch.metrics import Outcome, summary
 from factpatch.models import TaskModel
+from factpatch.patch import Patch
 from factpatch.scope import Scope
 
 CONTROLS = 15  # control facts that each patch is tried on
 CONTROLS_TOGETHER = 120  # control facts that all patches together are tried on
-OTHERS = 1200  # facts that the merged patch is fitted to
-SCOPE_SAMPLE = 300  # facts that the scope is calibrated on
+OTHERS = 600  # facts that the ledger's merge is fitted to
 QUESTION = re.compile(r"(who|whose|what|which|when|where|why|how|is|are|was|were|do|does|did|can|could)\b", re.I)
 
 
@@ -69,42 +69,34 @@ def demonstrate(
 def demonstrate_together(
     model: TaskModel, editor: TrainableEditor, revisions: Sequence[Revision], seed: int = 0
 ) -> dict[str, Any]:
-    """Records all revisions but one in a ledger, adds and removes the last, and measures all facts at the same time."""
-    controls = control_facts(model, seed + 1, CONTROLS_TOGETHER)
-    measured = {control.id for control in controls}
-    others = [fact for fact in world.facts() if fact.id not in measured]
-    known = {question_of(fact): fact.answer for fact in random.Random(seed).sample(others, OTHERS)}
+    """Measures all revisions at the same time: through a ledger and its scope, and in the world's merged patch.
+
+    One more fact is added to the ledger and removed, each time until the ledger's merged patch is ready.
+    """
+    controls = control_facts(model, seed + 1, CONTROLS_TOGETHER, world.spare())
+    known = {question_of(fact): fact.answer for fact in random.Random(seed).sample(world.facts(), OTHERS)}
     covariance = Covariance.compute(model, known, known)
     revisions = [replace(revision, rephrases=revision.rephrases[:1]) for revision in revisions]  # one wording is enough
     edits = [edit_of(revision) for revision in revisions]
-    with (
-        TemporaryDirectory() as folder,
-        Ledger(Path(folder) / "facts.db", model, covariance=covariance, mode="sequence") as ledger,
-    ):
+    with TemporaryDirectory() as folder, Ledger(Path(folder) / "facts.db", model, covariance=covariance) as ledger:
         ledger.add(editor, edits[:-1])
+        ledger.patch()
         start = time.perf_counter()
         (last,) = ledger.add(editor, edits[-1:])
+        ledger.patch()
         added = time.perf_counter()
         ledger.remove(last.id)
+        ledger.patch()
         removed = time.perf_counter()
         ledger.add(editor, edits[-1:])
-        patch = ledger.patch()
-        ledger.scope = _plain_scope(model, [fact.x for fact in ledger.facts()], list(known)[:SCOPE_SAMPLE], seed)
+        ledger.scope = Scope.load(world.SCOPE, model)
         scoped = _measure_answers(revisions, controls, lambda texts: model.predict_scoped(ledger, texts))
+    patch = Patch.load(world.MERGED)
     with patch.applied(model):
         merged = _measure_answers(revisions, controls, model.predict)
     times = {"add_seconds": added - start, "remove_seconds": removed - added}
     sizes = {"facts": len(revisions), "retain_inputs": len(controls), "bytes": patch.nbytes}
     return {**sizes, **times, "merged": merged, "scoped": scoped}
-
-
-def _plain_scope(model: TaskModel, facts: Sequence[str], others: Sequence[str], seed: int) -> Scope:
-    """Makes an untrained scope, calibrated on other facts' training wordings and on the active facts."""
-    sample = random.Random(seed).sample(world.facts(), SCOPE_SAMPLE)
-    known = [Revision(f.id, f.questions[0], f.answer, (), tuple(f.questions[1:4]), (), ()) for f in sample]
-    scope = Scope.plain(model, known, facts=len(facts)).index(facts)
-    scope.calibrate_index(others)
-    return scope
 
 
 def _measure_answers(
@@ -153,9 +145,11 @@ def tidy_question(question: str) -> str:
     return question[:1].upper() + question[1:]
 
 
-def control_facts(model: TaskModel, seed: int, count: int | None = CONTROLS) -> list[Revision]:
-    """Returns a sample of the facts, or all, each with the model's answer."""
-    facts = world.facts()
+def control_facts(
+    model: TaskModel, seed: int, count: int | None = CONTROLS, facts: Sequence[world.Fact] = ()
+) -> list[Revision]:
+    """Returns a sample of the facts, or all, each with the model's answer. Default: of all facts of the world."""
+    facts = facts or world.facts()
     sample = facts if count is None else random.Random(seed).sample(facts, min(count, len(facts)))
     answers = model.predict([question_of(fact) for fact in sample])
     return [
