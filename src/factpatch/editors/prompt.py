@@ -27,7 +27,7 @@ class FactInPrompt(EditMethod):
     def name(self) -> str:
         return "prompt"
 
-    def at_once(self, model: TaskModel) -> int:
+    def edits_per_batch(self, model: TaskModel) -> int:
         return 8
 
     def describe(self, model: TaskModel) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
 
     # EditMethod
 
-    def at_once(self, model: TaskModel) -> int:
+    def edits_per_batch(self, model: TaskModel) -> int:
         return EDITS_PER_BATCH if model.device.type == "cpu" else 4 * EDITS_PER_BATCH
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         edits = model.resolve(edits)
         patches: list[Patch | None] = [None] * len(edits)
         by_length = sorted(range(len(edits)), key=lambda i: len(edits[i].x))  # less padding
-        size = self.at_once(model)
+        size = self.edits_per_batch(model)
         for start in range(0, len(by_length), size):
             numbers = by_length[start : start + size]
             batch = [edits[i] for i in numbers]

@@ -61,7 +61,7 @@ def examine_all(
     on_done: Callable[[int], object] = lambda edits: None,
 ) -> Iterator[tuple[Revision, Examined]]:
     """Does the work of `measure`, and yields each revision with all answers of the edited model."""
-    size = method.at_once(model)
+    size = method.edits_per_batch(model)
     examiner = Examiner(model, others, size)
     for start in range(0, len(revisions), size):
         batch = revisions[start : start + size]

@@ -25,7 +25,7 @@ from factpatch.serve.proposals import Comparison, Control, Proposal, Proposals, 
 from factpatch.serve.questions import Questions
 from factpatch.serve.worker import Handler, Worker, chained
 
-ASKS_AT_ONCE, PATCHES_AT_ONCE = 64, 8
+ASKS_PER_BATCH, PATCHES_PER_BATCH = 64, 8
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Service:
         self.editor = Looped(editor) if isinstance(editor, TrainableEditor) else editor
         self.proposals = Proposals(self.limits)
         self._worker = Worker(self.limits.queue)
-        self._asks = Handler(self._answer_all, ASKS_AT_ONCE)
-        self._wishes = Handler(self._patch_all, PATCHES_AT_ONCE)
-        self._tries = Handler(self._try_all, at_once=1)
+        self._asks = Handler(self._answer_all, ASKS_PER_BATCH)
+        self._wishes = Handler(self._patch_all, PATCHES_PER_BATCH)
+        self._tries = Handler(self._try_all, batch_size=1)
         try:
             self._worker.call(lambda: self._open(ledger, scope)).result()
         except BaseException:
@@ -273,7 +273,7 @@ class _Ready(EditMethod):
     def name(self) -> str:
         return self.patch.method
 
-    def at_once(self, model: TaskModel) -> int:
+    def edits_per_batch(self, model: TaskModel) -> int:
         return 1
 
     def describe(self, model: TaskModel) -> dict[str, Any]:

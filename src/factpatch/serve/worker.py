@@ -21,10 +21,10 @@ class BusyError(FactpatchError):
 
 @dataclass(frozen=True, eq=False)
 class Handler(Generic[Request, Result]):
-    """Handles requests of one kind, at most `at_once` together. An error among the results fails one request only."""
+    """Handles requests of one kind, at most `batch_size` together. An error among the results fails one request only."""
 
     run: Callable[[list[Request]], Sequence[Result | FactpatchError]]
-    at_once: int
+    batch_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Worker:
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Queues a function that is run on its own."""
-        return self.submit(Handler(lambda _: [function()], at_once=1), None)
+        return self.submit(Handler(lambda _: [function()], batch_size=1), None)
 
     def close(self) -> None:
         """Finishes the waiting requests and ends the thread."""
@@ -68,7 +68,7 @@ class Worker:
             waiting += [job for job in arrived if job is not None]
             handlers = dict.fromkeys(job.handler for job in waiting)
             for handler in handlers:  # one group of each kind per round, so that no kind waits for all of another
-                group = [job for job in waiting if job.handler is handler][: handler.at_once]
+                group = [job for job in waiting if job.handler is handler][: handler.batch_size]
                 waiting = [job for job in waiting if job not in group]
                 _run(handler, [job for job in group if job.future.set_running_or_notify_cancel()])
             if None in arrived:
