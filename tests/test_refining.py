@@ -39,7 +39,7 @@ def objective(model: TaskModel, patch: Patch, others: list[str]) -> float:
         return float(refining._loss(model, edits) + refining._loss(model, controls))
 
 
-@pytest.mark.parametrize("architecture", ["bert", "bart", "t5"])
+@pytest.mark.parametrize("architecture", ["bert", "bart", "t5", "gpt2-lm", "qwen2"])
 def test_refining_lowers_the_objective_and_makes_edits_succeed(
     model: TaskModel, architecture: str, merged: tuple[Patch, list[str]]
 ) -> None:

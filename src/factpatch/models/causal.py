@@ -148,8 +148,7 @@ class Causal(TextModel):
         """The forward's arguments for prompts followed by their targets, whose last token is only predicted."""
         assert rows.labels is not None
         prompts = self._aligned(rows.inputs)
-        read = rows.labels[:, :-1]
-        there = read != NO_TARGET
+        read, there = rows.labels[:, :-1], rows.labels[:, 1:] != NO_TARGET
         ids = torch.cat([prompts["input_ids"], read.masked_fill(~there, self.tokenizer.pad_token_id or 0)], 1)
         mask = torch.cat([prompts["attention_mask"], there.long()], 1)  # (rows, prompt + target tokens - 1)
         return self._accepted({"input_ids": ids, "attention_mask": mask, "position_ids": _positions(mask)})

@@ -21,7 +21,7 @@ class BusyError(FactpatchError):
 
 @dataclass(frozen=True, eq=False)
 class Handler(Generic[Request, Result]):
-    """Handles requests of one kind, at most `batch_size` together. An error among the results fails one request only."""
+    """Handles requests of one kind, up to `batch_size` together. An error among the results fails only its request."""
 
     run: Callable[[list[Request]], Sequence[Result | FactpatchError]]
     batch_size: int
