@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit
+from factpatch.models.base import MOST_SPECIAL_TOKENS
 from factpatch.models.beam import beam_search
 from factpatch.models.decoding import PromptSteps, greedy_search
 from factpatch.models.rows import NO_TARGET, Encoded, Rows, padded
@@ -49,6 +50,7 @@ class Causal(TextModel):
         self.template = Template(text, self.tokenizer)
         self.prompt_template = self.template.text
         self._template_tokens = len(self._tokenized([""])[0]["input_ids"])
+        self.most_added_tokens = self._template_tokens + MOST_SPECIAL_TOKENS
         self.limit_answers(answer_tokens)
 
     def decision_settings(self) -> dict[str, Any]:
@@ -198,9 +200,8 @@ class Causal(TextModel):
     def _spelled(self, targets: Sequence[list[int]]) -> list[str]:
         if not targets:
             return []
-        ends = self._stops.end_tokens
-        whole = [ids[: next((n for n, token in enumerate(ids) if token in ends), len(ids)) + 1] for ids in targets]
-        return [cut(text) for text in self.tokenizer.batch_decode(whole, skip_special_tokens=True)]
+        said = self._stops.shortened(targets)
+        return [cut(text) for text in self.tokenizer.batch_decode(said, skip_special_tokens=True)]
 
 
 def read_settings(folder: Path) -> tuple[str | None, int | None]:

@@ -147,12 +147,22 @@ class TextModel(TaskModel):
 
     def valid_targets(self, texts: Sequence[str]) -> set[str]:
         different = [text for text in dict.fromkeys(texts) if text.strip()]
-        encoded = self.encode_targets(different)
+        try:
+            encoded = self.encode_targets(different)
+        except InputError:  # one of them cannot be encoded
+            return {text for text in different if self._accepts(text)}
         return {
             text
             for text, ids, spelling in zip(different, encoded, self._spelled(encoded), strict=True)
             if len(ids) <= self.max_answer_tokens and same(spelling, text)
         }
+
+    def _accepts(self, target: str) -> bool:
+        try:
+            self.check_target(target)
+        except InputError:
+            return False
+        return True
 
 
 def _width(rows: Rows) -> int:
