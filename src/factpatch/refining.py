@@ -27,7 +27,6 @@ from factpatch.errors import InputError
 from factpatch.facts import normalize
 from factpatch.merging import edit_key, unpatched
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import NO_TARGET
 from factpatch.patch import Patch
 
 REFINED = ", refined"  # suffix of a refined patch's method name
@@ -108,8 +107,8 @@ def _controls(model: TaskModel, others: Iterable[str] | Mapping[str, str], edite
     spoken = model.valid_targets(list(known.values()))
     found: list[_Text] = []
     for part in _passes(model, [_Text(text, known[text]) for text in texts if known[text] in spoken]):
-        rows, row_of = _target_rows(model, part)
-        features = model.features(rows).split(torch.bincount(row_of, minlength=len(part)).tolist())
+        rows = _rows(model, part)
+        features = model.features(rows).split(torch.bincount(rows.row_of_position, minlength=len(part)).tolist())
         found += [replace(text, features=own) for text, own in zip(part, features, strict=True)]
     return sorted(found, key=lambda text: text.input)
 
@@ -131,29 +130,19 @@ def _passes(model: TaskModel, texts: Sequence[_Text]) -> list[list[_Text]]:
     return [part for part in parts if part]
 
 
-def _target_rows(model: TaskModel, texts: Sequence[_Text]) -> tuple[Rows, Tensor]:
-    """The texts as a batch that names its target positions, and the row of each position."""
-    rows = model.rows([text.input for text in texts], [text.target for text in texts])
-    assert rows.labels is not None
-    if rows.labels.dim() == 1:
-        positions = torch.arange(len(texts), device=model.device)
-        return replace(rows, target_positions=positions), positions
-    positions = rows.labels.flatten().ne(NO_TARGET).nonzero()[:, 0]
-    return replace(rows, target_positions=positions), positions // rows.labels.shape[1]
+def _rows(model: TaskModel, texts: Sequence[_Text]) -> Rows:
+    return model.rows([text.input for text in texts], [text.target for text in texts]).at_targets()
 
 
 def _loss(model: TaskModel, texts: Sequence[_Text]) -> Tensor:
     """The mean loss of edits, or the weighted mean KL of control inputs, under the current changes."""
-    rows, row_of = _target_rows(model, texts)
+    rows = _rows(model, texts)
     features = model.features(rows)
     before = [text.features for text in texts if text.features is not None]
     if before:
         values = kl(model.head(torch.cat(before)), model.head(features))
     else:
-        assert rows.labels is not None
-        assert rows.target_positions is not None
-        labels = rows.labels.flatten()[rows.target_positions]
-        values = F.cross_entropy(model.scores(features), labels, reduction="none")
-    totals = values.new_zeros(len(texts)).index_add(0, row_of, values)
-    means = totals / torch.bincount(row_of, minlength=len(texts))
+        values = F.cross_entropy(model.scores(features), rows.target_labels, reduction="none")
+    totals = values.new_zeros(len(texts)).index_add(0, rows.row_of_position, values)
+    means = totals / torch.bincount(rows.row_of_position, minlength=len(texts))
     return KL_WEIGHT * means.mean() if before else means.clamp(min=ENOUGH).mean()
