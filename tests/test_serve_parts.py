@@ -59,6 +59,20 @@ def test_waiting_requests_are_handled_together_in_groups() -> None:
     held.worker.close()
 
 
+def test_an_error_fails_its_own_request_only() -> None:
+    def divide(requests: list[int]) -> list[float]:
+        return [12 / request for request in requests]
+
+    held = Held()
+    handler = Handler(divide, batch_size=3)
+    good, bad, last = (held.worker.submit(handler, number) for number in (3, 0, 4))
+    held.go_on.set()
+    assert (good.result(), last.result()) == (4, 3)
+    with pytest.raises(ZeroDivisionError):
+        bad.result()
+    held.worker.close()
+
+
 def test_kinds_of_requests_take_turns() -> None:
     order: list[str] = []
 

@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from factpatch import __version__
 from factpatch.errors import FactpatchError, FileError, InputError
 from factpatch.serve import schemas
-from factpatch.serve.downloads import UnavailableError
 from factpatch.serve.guard import problem
 from factpatch.serve.proposals import UnknownError
 from factpatch.serve.reference import reference_page
@@ -36,7 +35,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "Too many requests are waiting.",
     }.items()
 }
-STATUS: dict[type[FactpatchError], int] = {UnknownError: 404, InputError: 422, UnavailableError: 501, BusyError: 503}
+STATUS: dict[type[FactpatchError], int] = {UnknownError: 404, InputError: 422, BusyError: 503}
 Result = TypeVar("Result")
 
 log = logging.getLogger("factpatch.serve")

@@ -21,7 +21,11 @@ class BusyError(FactpatchError):
 
 @dataclass(frozen=True, eq=False)
 class Handler(Generic[Request, Result]):
-    """Handles requests of one kind, up to `batch_size` together. An error among the results fails only its request."""
+    """Handles requests of one kind, up to `batch_size` together.
+
+    An error among the results fails only its request. If `run` raises, it is called again for each request alone, so it
+    must not have side effects, unless `batch_size` is 1.
+    """
 
     run: Callable[[list[Request]], Sequence[Result | FactpatchError]]
     batch_size: int
@@ -111,8 +115,12 @@ def _run(handler: Handler[Any, Any], group: list[_Job]) -> None:
         return
     try:
         results = handler.run([job.request for job in group])
-    except Exception as error:  # whatever it is, the waiting clients must hear of it, and the thread must go on
-        results = [error] * len(group)
+    except Exception as error:  # whatever it is, the client must hear of it, and the thread must go on
+        if len(group) > 1:  # find out whose request it was: it must not fail those of others
+            for job in group:
+                _run(handler, [job])
+            return
+        results = [error]
     for job, result in zip(group, results, strict=True):
         if isinstance(result, Exception):
             job.future.set_exception(result)
