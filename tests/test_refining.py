@@ -71,6 +71,13 @@ def test_passes_and_order_change_nothing_beyond_rounding(
         assert (delta.dense() - whole.deltas[name].dense()).abs().mean() < 0.01 * moved
 
 
+@pytest.mark.parametrize("architecture", ["gpt2-lm"])
+def test_control_inputs_whose_answers_are_no_targets(model: TaskModel, merged: tuple[Patch, list[str]]) -> None:
+    patch, others = merged
+    with pytest.raises(InputError, match="found no usable text"):
+        refine(model, patch, dict.fromkeys(others, ""))
+
+
 @pytest.mark.parametrize("architecture", ["bert"])
 def test_bad_input_is_refused(model: TaskModel, merged: tuple[Patch, list[str]]) -> None:
     patch, others = merged
