@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from factpatch.deltas import Delta, LowRank, unstack
 from factpatch.editors.base import EditMethod
 from factpatch.engine import Trace, capture, edited
-from factpatch.errors import FileError, InputError, MismatchError
+from factpatch.errors import FileError, InputError, MismatchError, reason
 from factpatch.facts import FactEdit
 from factpatch.files import atomic_folder
 from factpatch.models import Rows, TaskModel
@@ -209,9 +209,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
                 editor.log_ridge = nn.Parameter(torch.zeros(len(shapes), device="meta"))
             editor.load_state_dict(state, assign=True)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
             raise FileError(
-                f"no readable editor in {folder} ({reason}); expected config.json and editor.safetensors"
+                f"no readable editor in {folder} ({reason(error)}); expected config.json and editor.safetensors"
             ) from error
         return editor
 

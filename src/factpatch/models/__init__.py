@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from factpatch import world
 from factpatch.device import find_device
-from factpatch.errors import FileError, InputError, MismatchError, ModelError
+from factpatch.errors import FileError, InputError, MismatchError, ModelError, reason
 from factpatch.facts import normalize
 from factpatch.models.base import TaskModel
 from factpatch.models.causal import Causal, read_settings
@@ -104,8 +104,7 @@ def _read_model(
     except ModelError:
         raise
     except Exception as error:  # of any class: the package tokenizers raises plain Exceptions
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"cannot load a model from {place}: {reason}") from error
+        raise ModelError(f"cannot load a model from {place}: {reason(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]

@@ -42,7 +42,7 @@ class Causal(TextModel):
         super().__init__(model, tokenizer)
         self.end_tokens = _end_tokens(model, tokenizer)
         self._most_tokens = self.max_input_tokens  # of prompt and answer together
-        self._takes = set(inspect.signature(model.forward).parameters)
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.set_template(template)
 
     def set_template(self, text: str | None, answer_tokens: int = MAX_ANSWER_TOKENS) -> None:
@@ -142,7 +142,7 @@ class Causal(TextModel):
 
     def _accepted(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Leaves out positions for models that do not take them, such as those with ALiBi."""
-        return {name: value for name, value in inputs.items() if name != "position_ids" or name in self._takes}
+        return {name: value for name, value in inputs.items() if self._takes_positions or name != "position_ids"}
 
     # Forward passes
 

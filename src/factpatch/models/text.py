@@ -1,4 +1,4 @@
-"""TextModel: what encoder-decoders and decoders share, whose answers are texts."""
+"""TextModel: the common part of encoder-decoders and decoders, whose answers are texts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TextModel(TaskModel):
 
     @abstractmethod
     def _spelled(self, targets: Sequence[list[int]]) -> list[str]:
-        """The answers that the model would give with these tokens."""
+        """The answer that each sequence of generated tokens stands for."""
 
     def logits(self, rows: Rows) -> Tensor:
         with self._head_reads(lambda states: states[:, -_width(rows) :]):
