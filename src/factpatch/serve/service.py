@@ -95,8 +95,7 @@ class Service:
         )
 
     def close(self) -> None:
-        self._worker.call(lambda: self._ledger.close())
-        self._worker.close()
+        self._worker.close(lambda: self._ledger.close())
 
     # Asking
 

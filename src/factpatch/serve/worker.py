@@ -60,8 +60,9 @@ class Worker:
         """Queues a function that is run on its own."""
         return self.submit(Handler(lambda _: [function()], batch_size=1), None)
 
-    def close(self) -> None:
-        """Finishes the waiting requests and ends the thread."""
+    def close(self, last: Callable[[], object] = lambda: None) -> None:
+        """Finishes the waiting requests, calls `last` and ends the thread."""
+        self._last = last
         self._queue.put(None)
         self._thread.join()
 
@@ -78,6 +79,7 @@ class Worker:
             if None in arrived:
                 for job in waiting:
                     _run(job.handler, [job] if job.future.set_running_or_notify_cancel() else [])
+                self._last()
                 return
 
     def _arrived(self, block: bool) -> list[_Job | None]:
