@@ -239,7 +239,7 @@ def test_forced_accuracy_is_that_of_each_edited_model(model: TaskModel) -> None:
     targets = ["gitega", "paris and rundi"]
     known = [replace(r, alternatives=(targets[i % 2],)) for i, r in enumerate(revisions(model, 5))]
     known = [replace(known[0], rephrases=(), human_rephrases=()), *known[1:]]
-    method = GradientStep(lr=1e-1)
+    method = GradientStep(lr=1.0)
     patches = method.propose(model, [edit_of(r) for r in known])
     found = Examiner(model, known[:2], len(known), scores=True).examine(
         method.changes(model, [edit_of(r) for r in known]), known
