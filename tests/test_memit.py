@@ -27,8 +27,10 @@ METHOD = Memit(last=1, blocks=2, ridge=0.05, contexts=2, clamp=4.0)
 
 def build(name: str) -> Causal:
     """A model of three blocks: after the last one, the state of one token no longer reaches the tokens after it."""
-    depth = {"gpt2-lm": "n_layer", "gemma3": None}.get(name, "num_hidden_layers")
-    model = tiny.build(name, **({depth: 3} if depth else {}))
+    depth: dict[str, Any] = {"n_layer" if name == "gpt2-lm" else "num_hidden_layers": 3}
+    if name == "gemma3":
+        depth["layer_types"] = ["sliding_attention", "full_attention", "full_attention"]
+    model = tiny.build(name, **depth)
     assert isinstance(model, Causal)
     model.limit_answers(4)
     return model
