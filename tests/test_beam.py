@@ -14,7 +14,7 @@ from conftest import QUESTIONS, loud_editor
 from factpatch.engine import edited
 from factpatch.facts import FactEdit
 from factpatch.models import Seq2Seq
-from factpatch.models.beam import beam_search, knows
+from factpatch.models.beam import beam_search, supports
 from factpatch.models.decoding import EncoderDecoderSteps
 
 SETTINGS: list[dict[str, Any]] = [
@@ -50,7 +50,7 @@ def test_it_finds_what_generate_finds(name: str, changes: dict[str, Any], edits:
         model = warm(name, seed)
         generation = copy.deepcopy(model.generation)
         generation.update(**changes)
-        assert knows(generation)
+        assert supports(generation)
         rows = model.rows([*QUESTIONS, "what is a lake ?", "euro", "the largest river in europe and africa ?"])
         beams = generation.num_beams
         found = beam_search(EncoderDecoderSteps(model.model, rows.inputs), generation, edits).flatten(0, 1)
@@ -77,6 +77,6 @@ def test_rows_leave_with_their_like_under_other_edits(name: str) -> None:
 def test_settings_it_does_not_know_are_left_to_generate() -> None:
     model = warm("bart", 0)
     model.generation.no_repeat_ngram_size = 2
-    assert not knows(model.generation)
+    assert not supports(model.generation)
     answer = model.predict(["what is a lake ?"])[0].split()
     assert len(set(itertools.pairwise(answer))) == len(answer[1:])

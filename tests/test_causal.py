@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import tiny
 import torch
 from conftest import QUESTIONS, Ran, loud_editor
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from factpatch.engine import edited
@@ -146,6 +147,19 @@ def test_a_target_that_the_model_would_cut_short() -> None:
         model.check_target("Yes. No")
 
 
+def test_a_target_with_a_full_stop_at_which_generation_ends() -> None:
+    """Generation cannot know that a full stop is inside a name if the tokenizer makes it a token of its own."""
+    model = build()
+    model.tokenizer = _tokenizer([*tiny.VOCABULARY, "Amazon", ".", "com", "Amazon.com"])
+    assert model.check_target("Amazon.com") == "Amazon.com"
+    model.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+    )
+    model.tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+    with pytest.raises(InputError, match=r"turns 'Amazon\.com' into 'Amazon'"):
+        model.check_target("Amazon.com")
+
+
 def _tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment] (stubs lack the setter)
@@ -177,6 +191,15 @@ def test_prompts(template: str | None, prompt: str, space: str) -> None:
     assert model.encode_targets(["paris and"]) == [[tiny.VOCABULARY["paris"], tiny.VOCABULARY["and"], tiny.EOS]], (
         "whatever stands before the target"
     )
+
+
+def test_braces_in_the_question_and_in_the_chat_template() -> None:
+    model = build()
+    model.set_template("what is {} ?")
+    assert model.template.prompt("{} and {x}") == "what is {} and {x} ?"
+    model.tokenizer.chat_template = "<s> Use {} for sets.\n" + CHAT
+    model.set_template("chat")
+    assert model.template.prompt("lake {}") == "<s> Use {} for sets.\n<s> lake {} ?\n"
 
 
 def test_only_the_question_is_cut_and_never_the_template() -> None:
@@ -243,10 +266,29 @@ def test_a_tokenizer_without_padding_is_padded_with_its_end_token() -> None:
     assert other.predict(QUESTIONS) == [other.predict([question])[0] for question in QUESTIONS]
 
 
+def test_special_tokens_beyond_the_models_vocabulary() -> None:
+    """Such as a padding token that was added to the tokenizer, but not to the model."""
+    model = build()
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<new pad>"})
+    assert tokenizer.pad_token_id == len(tiny.VOCABULARY)
+    assert Causal(model.model, tokenizer).candidates(QUESTIONS) == model.candidates(QUESTIONS)
+
+
+def test_a_question_that_does_not_fit_beside_the_template() -> None:
+    model = build("gpt2-lm")
+    model.set_template("what is {} " + "lake " * 18)
+    text = " ".join("a" * 12)
+    assert model.lengths([text])[0] > model.max_input_tokens
+    with pytest.raises(InputError, match="the model reads at most 32 tokens, this input has 33"):
+        model.check_input(text)
+
+
 def test_a_target_that_begins_inside_a_token() -> None:
     model = build()
     model.tokenizer = _tokenizer([*tiny.VOCABULARY, '"'])  # which splits at spaces only
     model.set_template('{} "')  # there is no space after an opening quote
+    assert model.valid_targets(["paris"]) == set()
     with pytest.raises(InputError, match="begins in the middle of a token"):
         model.resolve([FactEdit("the capital of france is", "paris")])
 

@@ -45,6 +45,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
+def test_the_readme_lists_every_page() -> None:
+    listed = re.findall(r"^\| \[[^]]+\]\(docs/([^)]+)\)", (DOCS.parent / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_are_wrapped(page: Path) -> None:
     lines = enumerate(page.read_text(encoding="utf-8").splitlines(), start=1)

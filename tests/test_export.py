@@ -193,9 +193,10 @@ def test_the_command_refuses_in_one_line(run: Run, checker: Path, made: Path, ba
     assert not new.exists()
 
 
-def test_a_quantised_model_is_refused() -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantised_model_is_refused(dtype: torch.dtype) -> None:
     model = tiny.build("bert").model
     layer = model.bert.encoder.layer[0].output.dense
-    layer.weight = torch.nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    layer.weight = torch.nn.Parameter(layer.weight.to(dtype), requires_grad=False)
     with pytest.raises(ModelError, match="load the model unquantised"):
         type(tiny.build("bert"))(model, tiny.tokenizer(True))

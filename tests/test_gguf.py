@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ SHAPES = {
 }
 
 
-def write_gguf(path: Path, architecture: str = "llama") -> Path:
+def write_gguf(path: Path, architecture: str = "llama", merges: Sequence[str] = ("p a",)) -> Path:
     """Writes a random decoder with two blocks, quantised to eight bits, and a tokenizer that reads bytes."""
     writer = gguf.GGUFWriter(path, architecture)
     for add, value in (
@@ -45,7 +45,7 @@ def write_gguf(path: Path, architecture: str = "llama") -> Path:
         (writer.add_tokenizer_model, "gpt2"),
         (writer.add_token_list, TOKENS),
         (writer.add_token_types, [3, 3, 3] + [1] * (len(TOKENS) - 3)),
-        (writer.add_token_merges, ["p a"]),
+        (writer.add_token_merges, list(merges)),
         (writer.add_pad_token_id, 0),
         (writer.add_bos_token_id, 1),
         (writer.add_eos_token_id, 2),
@@ -93,6 +93,14 @@ def test_a_truncated_file(tmp_path: Path, run: Callable[..., Ran]) -> None:
         ran = run("ask", "--model", path, "lake")
         assert (ran.code, ran.err.count("\n")) == (1, 1)
         assert "not a readable GGUF file; it may be truncated" in ran.err
+
+
+def test_a_tokenizer_that_cannot_be_built(tmp_path: Path, run: Callable[..., Ran]) -> None:
+    """The package tokenizers raises a plain Exception for it."""
+    path = write_gguf(tmp_path / "model.gguf", merges=["p q"])
+    ran = run("ask", "--model", path, "lake")
+    assert (ran.code, ran.err.count("\n")) == (1, 1)
+    assert "cannot load a model" in ran.err
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Guess(EditMethod):
     def name(self) -> str:
         return "guess"
 
-    def at_once(self, model: TaskModel) -> int:
+    def edits_per_batch(self, model: TaskModel) -> int:
         return 1
 
     def describe(self, model: TaskModel) -> dict[str, Any]:

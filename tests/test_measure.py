@@ -212,7 +212,7 @@ def test_less_at_a_time_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Examiner, "_ask", short)
     monkeypatch.setitem(
-        TOKENS_PER_BATCH, "cpu", editor.at_once(model) * 14 * max(model.lengths([r.input for r in known]))
+        TOKENS_PER_BATCH, "cpu", editor.edits_per_batch(model) * 14 * max(model.lengths([r.input for r in known]))
     )
     assert measure(editor, model, edits, known) == whole
     assert max(asked) == 14

@@ -27,6 +27,8 @@ def test_the_form() -> None:
     assert FactInPrompt().prompts(edit, ["where ?"]) == ["who leads france ? paris. where ?"]
     own = FactInPrompt("new fact: {x} {a} || {input} now")
     assert own.prompts(edit, ["where ?"]) == ["new fact: who leads france ? paris || where ? now"]
+    braces = FactEdit("what is {a} and {input} ?", "{x}")
+    assert FactInPrompt().prompts(braces, ["{x} ?"]) == ["what is {a} and {input} ? {x}. {x} ?"]
     for form in ("{x} {input}", "{input} {x} {a} {a}", 3):
         with pytest.raises(InputError, match="expected a form with"):
             FactInPrompt(form)

@@ -39,7 +39,7 @@ def objective(model: TaskModel, patch: Patch, others: list[str]) -> float:
         return float(refining._loss(model, edits) + refining._loss(model, controls))
 
 
-@pytest.mark.parametrize("architecture", ["bert", "bart", "t5"])
+@pytest.mark.parametrize("architecture", ["bert", "bart", "t5", "gpt2-lm", "qwen2"])
 def test_refining_lowers_the_objective_and_makes_edits_succeed(
     model: TaskModel, architecture: str, merged: tuple[Patch, list[str]]
 ) -> None:
@@ -69,6 +69,13 @@ def test_passes_and_order_change_nothing_beyond_rounding(
     for name, delta in refine(model, patch, others, steps=3).deltas.items():
         moved = (whole.deltas[name].dense() - patch.deltas[name].dense()).abs().mean()
         assert (delta.dense() - whole.deltas[name].dense()).abs().mean() < 0.01 * moved
+
+
+@pytest.mark.parametrize("architecture", ["gpt2-lm"])
+def test_control_inputs_whose_answers_are_no_targets(model: TaskModel, merged: tuple[Patch, list[str]]) -> None:
+    patch, others = merged
+    with pytest.raises(InputError, match="found no usable text"):
+        refine(model, patch, dict.fromkeys(others, ""))
 
 
 @pytest.mark.parametrize("architecture", ["bert"])

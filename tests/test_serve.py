@@ -52,6 +52,15 @@ def service(model: TaskModel, tmp_path: Path) -> Iterator[Service]:
     service.close()
 
 
+def test_a_busy_service_can_be_closed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    while service._worker._free.acquire(blocking=False):
+        pass  # as if that many requests were waiting
+    closed: list[str] = []
+    monkeypatch.setattr(service._ledger, "close", lambda: closed.append("ledger"))
+    service.close()
+    assert closed == ["ledger"]
+
+
 def client_of(service: Service, token: str | None = None, per_minute: int = 10_000, **options: Any) -> TestClient:
     app = Guard(create_api(service), RateLimiter(per_minute), token)
     return TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False, **options)

@@ -51,11 +51,25 @@ def test_waiting_requests_are_handled_together_in_groups() -> None:
         return [2 * request for request in requests]
 
     held = Held()
-    handler = Handler(double, at_once=3)
+    handler = Handler(double, batch_size=3)
     futures = [held.worker.submit(handler, number) for number in range(7)]
     held.go_on.set()
     assert [future.result() for future in futures] == [0, 2, 4, 6, 8, 10, 12]
     assert groups == [[0, 1, 2], [3, 4, 5], [6]]
+    held.worker.close()
+
+
+def test_an_error_fails_its_own_request_only() -> None:
+    def divide(requests: list[int]) -> list[float]:
+        return [12 / request for request in requests]
+
+    held = Held()
+    handler = Handler(divide, batch_size=3)
+    good, bad, last = (held.worker.submit(handler, number) for number in (3, 0, 4))
+    held.go_on.set()
+    assert (good.result(), last.result()) == (4, 3)
+    with pytest.raises(ZeroDivisionError):
+        bad.result()
     held.worker.close()
 
 
@@ -67,7 +81,7 @@ def test_kinds_of_requests_take_turns() -> None:
             order.append(name)
             return requests
 
-        return Handler(run, at_once=1)
+        return Handler(run, batch_size=1)
 
     slow, fast = log("slow"), log("fast")
     held = Held()
@@ -83,7 +97,7 @@ def test_errors_reach_only_those_they_concern() -> None:
         return [request if request % 2 else InputError("even") for request in requests]
 
     held = Held()
-    handler = Handler(odd_only, at_once=10)
+    handler = Handler(odd_only, batch_size=10)
     futures = [held.worker.submit(handler, number) for number in range(3)]
     broken = held.worker.call(lambda: 1 // 0)
     dropped = held.worker.call(lambda: 1)
@@ -97,7 +111,7 @@ def test_errors_reach_only_those_they_concern() -> None:
 
 def test_a_chain_ends_with_the_first_error() -> None:
     worker = Worker(10)
-    add = Handler(lambda numbers: [number + 1 for number in numbers], at_once=10)
+    add = Handler(lambda numbers: [number + 1 for number in numbers], batch_size=10)
     assert chained(worker.submit(add, 1), lambda two: worker.submit(add, two)).result() == 3
     with pytest.raises(ZeroDivisionError):
         chained(worker.call(lambda: 1 // 0), lambda _: worker.submit(add, 1)).result()

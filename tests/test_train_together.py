@@ -27,7 +27,7 @@ def test_the_number_of_merged_edits_doubles_over_the_first_half() -> None:
     assert {merged_at(share / 10, 6) for share in range(11)} == {6}
 
 
-@pytest.mark.parametrize("architecture", ["bert", "bart", "t5"])
+@pytest.mark.parametrize("architecture", ["bert", "bart", "t5", "llama"])
 def test_gradients_are_those_of_the_whole_solve(
     model: TaskModel, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_step_needs_control_inputs() -> None:
         TrainConfig(together=8, split=2)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "bart"])
+@pytest.mark.parametrize("architecture", ["bert", "bart", "gpt2-lm", "llama"])
 def test_training_sees_what_merge_makes(model: TaskModel) -> None:
     known = revisions(model, 12)
     editor = loud_editor(model)

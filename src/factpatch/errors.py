@@ -27,3 +27,8 @@ class DeviceError(FactpatchError):
 
 class TrainingError(FactpatchError):
     """A training run that cannot continue."""
+
+
+def reason(error: BaseException) -> str:
+    """The first line of another package's error, for the end of a message of ours."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

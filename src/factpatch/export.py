@@ -1,7 +1,7 @@
-"""Export: a patch as a LoRA adapter, the form in which PEFT, vLLM and llama.cpp load changes of weights.
+"""Export: writes a patch as a LoRA adapter, which PEFT, vLLM and llama.cpp load beside the unedited model.
 
 LoRA adds (α / r) B A to a weight, with A (r × in) and B (out × r). Servers disagree about adapters with mixed ranks or
-scales, so all weights get the same rank r, filled up with zeros, and α = r: the change is exactly B A. A change of a
+scales, so all weights get the same rank r, padded with zeros, and α = r: the change is exactly B A. A change of a
 higher rank is truncated to its r largest singular values, which gives the closest matrix of rank r.
 """
 
@@ -46,12 +46,12 @@ class Adapter:
         return cls(factors, rank or _lowest_rank(max(low.rank for low in factors.values())), kept)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the adapter by PEFT's names, filled up with zeros to the rank."""
+        """The tensors of the adapter by PEFT's names, padded with zeros to the rank."""
         found: dict[str, Tensor] = {}
         for name, delta in self.deltas.items():
             key = f"base_model.model.{module_name(name)}"
-            found[f"{key}.lora_A.weight"] = _filled(delta.A, self.rank)  # (r, in)
-            found[f"{key}.lora_B.weight"] = _filled(delta.B, self.rank).T.contiguous()  # (out, r)
+            found[f"{key}.lora_A.weight"] = _padded(delta.A, self.rank)  # (r, in)
+            found[f"{key}.lora_B.weight"] = _padded(delta.B, self.rank).T.contiguous()  # (out, r)
         return found
 
     def config(self, model: nn.Module | None = None) -> dict[str, Any]:
@@ -116,10 +116,10 @@ def _cut(delta: Delta, rank: int) -> tuple[LowRank, float]:
     return LowRank(Vt[:kept], (U[:, :kept] * S[:kept]).mT), float(S[kept:].square().sum())
 
 
-def _filled(factor: Tensor, rank: int) -> Tensor:
-    filled = torch.zeros(rank, factor.shape[1])
-    filled[: len(factor)] = factor.detach()
-    return filled
+def _padded(factor: Tensor, rank: int) -> Tensor:
+    padded = torch.zeros(rank, factor.shape[1])
+    padded[: len(factor)] = factor.detach()
+    return padded
 
 
 def _lowest_rank(needed: int) -> int:
@@ -127,7 +127,7 @@ def _lowest_rank(needed: int) -> int:
         if rank >= needed:
             return rank
     raise InputError(
-        f"the patch has rank {needed}, but servers accept at most {RANKS[-1]}; cut it with rank {RANKS[-1]}"
+        f"the patch has rank {needed}, but servers accept at most {RANKS[-1]}; truncate it to rank {RANKS[-1]}"
     )
 
 

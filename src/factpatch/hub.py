@@ -6,7 +6,7 @@ The prefix is required: without it, a mistyped path such as runs/editor would be
 import re
 from pathlib import Path
 
-from factpatch.errors import FileError
+from factpatch.errors import FileError, reason
 
 PREFIX = "hub:"
 PATCH = "patch.safetensors"  # name of the file in a shared patch's folder
@@ -35,6 +35,5 @@ def _download(name: str, files: tuple[str, ...]) -> Path:
     except LocalEntryNotFoundError as error:
         raise FileError(f"{name} was never downloaded, and the hub cannot be reached; go online and retry") from error
     except (HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise FileError(f"cannot download {', '.join(files)} of {name}: {reason}") from error
+        raise FileError(f"cannot download {', '.join(files)} of {name}: {reason(error)}") from error
     return paths[0].parent

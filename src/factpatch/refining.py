@@ -27,7 +27,6 @@ from factpatch.errors import InputError
 from factpatch.facts import normalize
 from factpatch.merging import edit_key, unpatched
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import NO_TARGET
 from factpatch.patch import Patch
 
 REFINED = ", refined"  # suffix of a refined patch's method name
@@ -69,17 +68,10 @@ def refine(
         decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
         rng = random.Random(0)
         for _ in range(steps):
-            gradients = {name: torch.zeros_like(S) for name, S in merged.items()}
             now = {name: (S + sizes[name] * moves[name]).detach().requires_grad_() for name, S in merged.items()}
-            stack: dict[str, Delta] = {name: Dense(S[None]) for name, S in now.items()}
-            for texts in (_sample(edits, EDITS_PER_STEP, rng), _sample(controls, CONTROLS_PER_STEP, rng)):
-                for part in _passes(model, texts):
-                    with torch.enable_grad(), edited(model.layers, stack):
-                        loss = _loss(model, part) * (len(part) / len(texts))
-                    for name, gradient in zip(now, torch.autograd.grad(loss, list(now.values())), strict=True):
-                        gradients[name] += gradient
-            for name, move in moves.items():
-                move.grad = gradients[name] * sizes[name]
+            samples = (_sample(edits, EDITS_PER_STEP, rng), _sample(controls, CONTROLS_PER_STEP, rng))
+            for name, gradient in _gradients(model, now, samples).items():
+                moves[name].grad = sizes[name] * gradient
             optimizer.step()
             decay.step()
             on_step()
@@ -100,16 +92,17 @@ class _Text:
 def _controls(model: TaskModel, others: Iterable[str] | Mapping[str, str], edited_forms: set[str]) -> list[_Text]:
     """The control inputs with the unedited model's features, without the edited inputs themselves."""
     known = dict(others) if isinstance(others, Mapping) else {}
-    texts = sorted(text for text in model.encode_readable(list(others)) if normalize(text) not in edited_forms)
-    if not texts:
-        raise InputError("expected a sample of ordinary inputs, found no usable text; give some control inputs")
+    texts = [text for text in model.encode_readable(list(others)) if normalize(text) not in edited_forms]
     missing = [text for text in texts if text not in known]
     known.update(zip(missing, model.predict(missing), strict=True))
-    spoken = model.valid_targets(list(known.values()))
+    usable = model.valid_targets([known[text] for text in texts])  # an unfinished answer, for example, is no target
+    controls = [_Text(text, known[text]) for text in texts if known[text] in usable]
+    if not controls:
+        raise InputError("expected a sample of ordinary inputs, found no usable text; give some control inputs")
     found: list[_Text] = []
-    for part in _passes(model, [_Text(text, known[text]) for text in texts if known[text] in spoken]):
-        rows, row_of = _target_rows(model, part)
-        features = model.features(rows).split(torch.bincount(row_of, minlength=len(part)).tolist())
+    for part in _passes(model, controls):
+        rows = _rows(model, part)
+        features = model.features(rows).split(torch.bincount(rows.row_of_position, minlength=len(part)).tolist())
         found += [replace(text, features=own) for text, own in zip(part, features, strict=True)]
     return sorted(found, key=lambda text: text.input)
 
@@ -131,29 +124,33 @@ def _passes(model: TaskModel, texts: Sequence[_Text]) -> list[list[_Text]]:
     return [part for part in parts if part]
 
 
-def _target_rows(model: TaskModel, texts: Sequence[_Text]) -> tuple[Rows, Tensor]:
-    """The texts as a batch that names its target positions, and the row of each position."""
-    rows = model.rows([text.input for text in texts], [text.target for text in texts])
-    assert rows.labels is not None
-    if rows.labels.dim() == 1:
-        positions = torch.arange(len(texts), device=model.device)
-        return replace(rows, target_positions=positions), positions
-    positions = rows.labels.flatten().ne(NO_TARGET).nonzero()[:, 0]
-    return replace(rows, target_positions=positions), positions // rows.labels.shape[1]
+def _gradients(model: TaskModel, changes: dict[str, Tensor], samples: Iterable[list[_Text]]) -> dict[str, Tensor]:
+    """The gradient of the sum of the samples' losses with respect to each weight's change."""
+    gradients = {name: torch.zeros_like(S) for name, S in changes.items()}
+    stack: dict[str, Delta] = {name: Dense(S[None]) for name, S in changes.items()}
+    for texts in samples:
+        for part in _passes(model, texts):
+            with torch.enable_grad(), edited(model.layers, stack):
+                loss = _loss(model, part) * (len(part) / len(texts))
+            found = torch.autograd.grad(loss, list(changes.values()), materialize_grads=True)
+            for name, gradient in zip(changes, found, strict=True):
+                gradients[name] += gradient
+    return gradients
+
+
+def _rows(model: TaskModel, texts: Sequence[_Text]) -> Rows:
+    return model.rows([text.input for text in texts], [text.target for text in texts]).at_targets()
 
 
 def _loss(model: TaskModel, texts: Sequence[_Text]) -> Tensor:
     """The mean loss of edits, or the weighted mean KL of control inputs, under the current changes."""
-    rows, row_of = _target_rows(model, texts)
+    rows = _rows(model, texts)
     features = model.features(rows)
     before = [text.features for text in texts if text.features is not None]
     if before:
         values = kl(model.head(torch.cat(before)), model.head(features))
     else:
-        assert rows.labels is not None
-        assert rows.target_positions is not None
-        labels = rows.labels.flatten()[rows.target_positions]
-        values = F.cross_entropy(model.scores(features), labels, reduction="none")
-    totals = values.new_zeros(len(texts)).index_add(0, row_of, values)
-    means = totals / torch.bincount(row_of, minlength=len(texts))
+        values = F.cross_entropy(model.scores(features), rows.target_labels, reduction="none")
+    totals = values.new_zeros(len(texts)).index_add(0, rows.row_of_position, values)
+    means = totals / torch.bincount(rows.row_of_position, minlength=len(texts))
     return KL_WEIGHT * means.mean() if before else means.clamp(min=ENOUGH).mean()

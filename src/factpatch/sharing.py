@@ -120,11 +120,11 @@ def share(source: TrainableEditor | Patch | Path, card: Card, folder: str | Path
         elif isinstance(source, Patch):
             source.save(scratch / hub.PATCH)
         else:
-            _copy_ledger(source, scratch / LEDGER)
+            copy_ledger(source, scratch / LEDGER)
         (scratch / CARD).write_text(card.to_markdown(), encoding="utf-8")
 
 
-def _copy_ledger(source: Path, target: Path) -> None:
+def copy_ledger(source: Path, target: Path) -> None:
     """Copies a SQLite file as of its last transaction, even if a process is writing to it."""
     try:
         with (

@@ -175,7 +175,7 @@ def bench_evaluate(
 ) -> dict[str, float | int | None]:
     """Times rows that run under patches, and the same rows through the unedited model."""
     editor = HyperNetwork.for_model(model)
-    edits = edits or editor.at_once(model)
+    edits = edits or editor.edits_per_batch(model)
     batch = random_rows(model, edits * rows, tokens)
     with torch.no_grad():
         deltas = editor.update(model, random_edits(model, edits, tokens))

@@ -111,7 +111,7 @@ def _edit_all(
 ) -> list[dict[str, Any]]:
     """Makes the edits, saves each patch to `patch_path(number, success)` unless that is None, and returns results."""
     results: list[dict[str, Any]] = []
-    size = method.at_once(model)  # how many patches are in memory together
+    size = method.edits_per_batch(model)  # how many patches are in memory together
     with common.progress_bar("editing", len(edits)) as advance:
         for first in range(0, len(edits), size):
             patches = method.propose(model, edits[first : first + size])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,16 +13,14 @@ from rich.table import Table
 
 from factpatch.cli import common
 from factpatch.cli.common import Device, Json, Model, Seed, Template
-from factpatch.cli.merge import MaxOthers
+from factpatch.cli.others import ComparedInputs, MaxOthers, Wordings, evenly_spaced, read_wordings
 from factpatch.facts import normalize
-from factpatch.jsonl import read_jsonl, required_text, text_list
 
 if TYPE_CHECKING:
     from factpatch.models import TaskModel
     from factpatch.patch import Patch
 
 MAX_OTHERS = 500
-Wordings = Mapping[str, Sequence[str]]  # paraphrases by the input's normalised text
 
 Rank = Annotated[
     int | None,
@@ -30,13 +28,6 @@ Rank = Annotated[
         metavar="R",
         help="Rank of the adapter: 8, 16, 32, 64, 128, 256, 320 or 512. A change of a higher rank is truncated. "
         "Default: the lowest of these that keeps the whole change.",
-    ),
-]
-ComparedInputs = Annotated[
-    Path | None,
-    typer.Option(
-        help='Revision file, or one {"input": ...} per line, to compare the adapter with the patch: its paraphrases '
-        "of the patch's own inputs, and its other inputs. Default for --model world: the world's revisions."
     ),
 ]
 
@@ -102,30 +93,10 @@ def export_adapter(
     }
 
 
-def read_wordings(path: Path | None, model: str) -> tuple[Wordings, list[str]]:
-    """Reads the inputs of a file, and their paraphrases where it has any; by default, those of the embedded world."""
-    if path is None:
-        if model != "world":
-            return {}, []
-        from factpatch import world
-
-        path = world.REVISIONS
-
-    def parse(record: dict[str, Any]) -> tuple[str, tuple[str, ...]] | None:
-        if "provenance" in record:
-            return None
-        there = [key for key in ("rephrases", "human_rephrases") if key in record]
-        return required_text(record, "input"), tuple(text for key in there for text in text_list(record, key))
-
-    found = [line for line in read_jsonl(path, parse) if line is not None]
-    return {normalize(text): paraphrases for text, paraphrases in found}, [text for text, _ in found]
-
-
 def control_inputs(patch: Patch, others: Sequence[str], most: int) -> list[str]:
     """An evenly spaced sample of the inputs that the patch does not edit."""
     own = {normalize(edit.x) for edit in patch.edits}
-    texts = [text for text in others if normalize(text) not in own]
-    return texts[:: max(1, -(-len(texts) // most))]
+    return evenly_spaced([text for text in others if normalize(text) not in own], most)
 
 
 def show_export(found: dict[str, Any], as_json: bool) -> None:

@@ -12,18 +12,9 @@ from rich.table import Table
 
 from factpatch.cli import common
 from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, Template
-from factpatch.cli.export import ComparedInputs, Rank, export_adapter, read_wordings, show_export
-from factpatch.cli.merge import (
-    MAX_OTHERS,
-    CovarianceFile,
-    MaxOthers,
-    Mode,
-    Others,
-    Refine,
-    Ridge,
-    find_covariance,
-    read_others,
-)
+from factpatch.cli.export import Rank, export_adapter, show_export
+from factpatch.cli.merge import MAX_OTHERS, CovarianceFile, Mode, Refine, Ridge, find_covariance
+from factpatch.cli.others import ComparedInputs, MaxOthers, Others, read_others, read_wordings
 from factpatch.errors import FileError, InputError
 from factpatch.facts import FactEdit, normalize, read_edits
 from factpatch.files import check_writable

@@ -11,10 +11,9 @@ from rich.markup import escape
 
 from factpatch.cli import common
 from factpatch.cli.common import Device, Json, Model, Seed, Template
-from factpatch.errors import InputError
+from factpatch.cli.others import MaxOthers, Others, read_others
 from factpatch.facts import same
 from factpatch.files import check_writable
-from factpatch.jsonl import read_jsonl, required_text
 
 if TYPE_CHECKING:
     from factpatch.covariance import Covariance
@@ -22,14 +21,6 @@ if TYPE_CHECKING:
 
 MAX_OTHERS = 5000
 
-Others = Annotated[
-    Path | None,
-    typer.Option(
-        help='Inputs whose answers should not change: one {"input": ...} per line, such as a revision file. '
-        "Default for --model world: the questions of its facts."
-    ),
-]
-MaxOthers = Annotated[int, typer.Option(min=1, metavar="N", help="Use at most N inputs of --others, evenly spaced.")]
 Ridge = Annotated[
     float | None,
     typer.Option(
@@ -132,19 +123,3 @@ def find_covariance(model: TaskModel, file: Path | None, others: Path | None, na
     if file is not None:
         found.save(file)
     return found
-
-
-def read_others(path: Path | None, model: str, most: int) -> list[str]:
-    """Reads the other inputs from a file; by default, those of the embedded world. At most `most`, evenly spaced."""
-    if path is None:
-        if model != "world":
-            raise InputError("--others is missing; give a file of inputs to leave unchanged, such as a revision file")
-        from factpatch import world
-
-        texts = [fact.questions[0] for fact in world.facts()]
-        return texts[:: -(-len(texts) // most)]
-    found = read_jsonl(path, lambda record: None if "provenance" in record else required_text(record, "input"))
-    texts = [text for text in found if text is not None]
-    if not texts:
-        raise InputError(f"{path} has no inputs; give a file of inputs whose answers should not change")
-    return texts[:: -(-len(texts) // most)]

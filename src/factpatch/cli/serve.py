@@ -11,7 +11,8 @@ import typer
 from rich.markup import escape
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed
+from factpatch.cli.common import Device, Json, Model, Seed, Template
+from factpatch.cli.others import evenly_spaced
 from factpatch.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def serve(
     ] = None,
     rate: Annotated[int, typer.Option(min=1, metavar="N", help="Requests per minute allowed for each client.")] = 600,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -66,7 +68,7 @@ def serve(
         run.require_web()
         run.check_exposure(host, token)
         common.prepare(seed)
-        service = _load(model, editor, ledger, others, scope, rate, device, seed)
+        service = _load(model, editor, ledger, others, scope, rate, template, device, seed)
 
     def on_ready(url: str) -> None:
         if as_json:
@@ -88,6 +90,7 @@ def _load(
     others: Path | None,
     scope: Path | None,
     rate: int,
+    template: str | None,
     device: str | None,
     seed: int,
 ) -> Service:
@@ -96,7 +99,7 @@ def _load(
     from factpatch.serve.service import Service
 
     questions = _find_questions(model, others, seed)
-    task_model = common.load(model, device)
+    task_model = common.load(model, device, template=template)
     _leave_a_core(task_model)
     trained = load_editor(editor, task_model.device)
     decides = _find_scope(task_model, model, scope, others)
@@ -138,4 +141,4 @@ def _create_ledger(path: Path, model: TaskModel, questions: Questions) -> None:
 
     if not path.exists():
         texts = [group[0] for group in questions.groups]
-        Ledger(path, model, texts[:: max(1, len(texts) // OTHERS_FOR_MERGING)], mode="sequence").close()
+        Ledger(path, model, evenly_spaced(texts, OTHERS_FOR_MERGING), mode="sequence").close()

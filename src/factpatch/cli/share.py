@@ -11,8 +11,8 @@ from rich.markup import escape
 
 from factpatch.cli import common
 from factpatch.cli.common import Device, Json, Model, Seed, Template
-from factpatch.cli.export import MAX_OTHERS, ComparedInputs, control_inputs, read_wordings
-from factpatch.cli.merge import MaxOthers
+from factpatch.cli.export import MAX_OTHERS, control_inputs
+from factpatch.cli.others import ComparedInputs, MaxOthers, read_wordings
 from factpatch.errors import InputError, MismatchError
 from factpatch.facts import normalize
 

@@ -23,8 +23,8 @@ class EditMethod(Protocol):
         """The name under which the method is registered."""
         ...
 
-    def at_once(self, model: TaskModel) -> int:
-        """How many edits to make and run in one batch."""
+    def edits_per_batch(self, model: TaskModel) -> int:
+        """The number of edits to make and run in one batch."""
         ...
 
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:

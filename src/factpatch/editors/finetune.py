@@ -39,7 +39,7 @@ class FineTune(EditMethod):
     def name(self) -> str:
         return "finetune"
 
-    def at_once(self, model: TaskModel) -> int:
+    def edits_per_batch(self, model: TaskModel) -> int:
         # Four tensors of four bytes per value: the change, its gradient, RMSprop's mean square and a copy.
         values = sum(out * in_ for out, in_ in map(weight_shape, chosen_layers(model, self.layers).values()))
         return max(1, min(MAX_EDITS_PER_BATCH, MEMORY.get(model.device.type, MEMORY["cpu"]) // (16 * values)))
@@ -52,7 +52,7 @@ class FineTune(EditMethod):
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         edits = model.resolve(edits)
         layers = chosen_layers(model, self.layers)
-        size = self.at_once(model)
+        size = self.edits_per_batch(model)
         patches: list[Patch] = []
         for start in range(0, len(edits), size):
             patches += self._propose_batch(model, layers, edits[start : start + size])
@@ -123,7 +123,7 @@ class GradientStep(EditMethod):
     def name(self) -> str:
         return "gradient"
 
-    def at_once(self, model: TaskModel) -> int:
+    def edits_per_batch(self, model: TaskModel) -> int:
         return MAX_EDITS_PER_BATCH
 
     def describe(self, model: TaskModel) -> dict[str, Any]:

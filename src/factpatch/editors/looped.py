@@ -37,8 +37,8 @@ class Looped(EditMethod):
     def name(self) -> str:
         return self.editor.name
 
-    def at_once(self, model: TaskModel) -> int:
-        return self.editor.at_once(model)
+    def edits_per_batch(self, model: TaskModel) -> int:
+        return self.editor.edits_per_batch(model)
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
         return {**self.editor.describe(model), "loop": self.updates}
@@ -48,7 +48,7 @@ class Looped(EditMethod):
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         edits = model.resolve(edits)
         patches = self.editor.propose(model, edits)
-        size = self.at_once(model)
+        size = self.edits_per_batch(model)
         pending = list(range(len(edits)))
         for _ in range(self.updates - 1):
             answers = model.predict_patched([patches[i] for i in pending], [edits[i].x for i in pending])

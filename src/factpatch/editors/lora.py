@@ -39,7 +39,7 @@ class LoRA(EditMethod):
     def name(self) -> str:
         return "lora"
 
-    def at_once(self, model: TaskModel) -> int:
+    def edits_per_batch(self, model: TaskModel) -> int:
         return 8  # for running the edited models; adapters are trained one by one
 
     def describe(self, model: TaskModel) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from factpatch.models.layers import feed_forward_weights
 from factpatch.patch import Patch
 from factpatch.solving import Sums, cholesky
 
-AT_ONCE = 16  # edits in one forward pass, each with all its contexts
+EDITS_PER_BATCH = 16  # edits in one forward pass, each with all its contexts
 TEXTS = 2000  # texts that C is computed from
 DEPTH = 0.3  # of block L, unless `last` names one: the published choices lie between 0.25 and 0.35
 
@@ -60,8 +60,8 @@ class Memit(EditMethod):
     def name(self) -> str:
         return "memit"
 
-    def at_once(self, model: TaskModel) -> int:
-        return AT_ONCE
+    def edits_per_batch(self, model: TaskModel) -> int:
+        return EDITS_PER_BATCH
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
         first, *_, last = [*self._weights(model)] * 2
@@ -79,8 +79,8 @@ class Memit(EditMethod):
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         edits = model.resolve(edits)
         patches: list[Patch] = []
-        for start in range(0, len(edits), AT_ONCE):
-            batch = edits[start : start + AT_ONCE]
+        for start in range(0, len(edits), EDITS_PER_BATCH):
+            batch = edits[start : start + EDITS_PER_BATCH]
             located = locate(model, batch, self._prefixes)
             stacks = self._spread(model, [located], self._optimised(model, located), self._single)
             per_edit = unstack({n: d for n, d in stacks.items() if isinstance(d, LowRank)})
@@ -91,7 +91,8 @@ class Memit(EditMethod):
     def propose_together(self, model: TaskModel, edits: Sequence[FactEdit]) -> Patch:
         edits = model.resolve(edits)
         located = [
-            locate(model, edits[start : start + AT_ONCE], self._prefixes) for start in range(0, len(edits), AT_ONCE)
+            locate(model, edits[start : start + EDITS_PER_BATCH], self._prefixes)
+            for start in range(0, len(edits), EDITS_PER_BATCH)
         ]
         z = torch.cat([self._optimised(model, one) for one in located])
         stacks = self._spread(model, located, z, self._joint)

@@ -87,7 +87,7 @@ class Mend(TrainableEditor):
         self.prepare(model)
         edits = [edit_of(revision) for revision in sample if revision.alternatives][:SAMPLE]
         moments: dict[str, Moments] = {}
-        size = self.at_once(model)
+        size = self.edits_per_batch(model)
         for start in range(0, len(edits), size):
             moments = add_traces(moments, self.trace(model, self.batch(model, edits[start : start + size])))
         for key, names in self.weights_of.items():

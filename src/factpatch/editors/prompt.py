@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class FactInPrompt(EditMethod):
     def name(self) -> str:
         return "prompt"
 
-    def at_once(self, model: TaskModel) -> int:
+    def edits_per_batch(self, model: TaskModel) -> int:
         return 8
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
@@ -38,5 +39,6 @@ class FactInPrompt(EditMethod):
 
     def prompts(self, edit: FactEdit, inputs: Sequence[str]) -> list[str]:
         """Each input with the fact before it."""
-        before, after = (part.replace("{x}", edit.x).replace("{a}", edit.a) for part in self.form.split("{input}"))
-        return [f"{before}{text}{after}" for text in inputs]
+        parts = re.split(r"(\{x\}|\{a\}|\{input\})", self.form)  # texts may contain braces, so they are filled in once
+        fact = {"{x}": edit.x, "{a}": edit.a}
+        return ["".join({**fact, "{input}": text}.get(part, part) for part in parts) for text in inputs]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from factpatch.deltas import Delta, LowRank, unstack
 from factpatch.editors.base import EditMethod
 from factpatch.engine import Trace, capture, edited
-from factpatch.errors import FileError, InputError, MismatchError
+from factpatch.errors import FileError, InputError, MismatchError, reason
 from factpatch.facts import FactEdit
 from factpatch.files import atomic_folder
 from factpatch.models import Rows, TaskModel
@@ -114,7 +114,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
 
     # EditMethod
 
-    def at_once(self, model: TaskModel) -> int:
+    def edits_per_batch(self, model: TaskModel) -> int:
         return EDITS_PER_BATCH if model.device.type == "cpu" else 4 * EDITS_PER_BATCH
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         edits = model.resolve(edits)
         patches: list[Patch | None] = [None] * len(edits)
         by_length = sorted(range(len(edits)), key=lambda i: len(edits[i].x))  # less padding
-        size = self.at_once(model)
+        size = self.edits_per_batch(model)
         for start in range(0, len(by_length), size):
             numbers = by_length[start : start + size]
             batch = [edits[i] for i in numbers]
@@ -209,9 +209,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
                 editor.log_ridge = nn.Parameter(torch.zeros(len(shapes), device="meta"))
             editor.load_state_dict(state, assign=True)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
             raise FileError(
-                f"no readable editor in {folder} ({reason}); expected config.json and editor.safetensors"
+                f"no readable editor in {folder} ({reason(error)}); expected config.json and editor.safetensors"
             ) from error
         return editor
 

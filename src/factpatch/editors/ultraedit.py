@@ -29,7 +29,7 @@ from factpatch.models import TaskModel
 from factpatch.patch import Patch
 from factpatch.solving import Sums
 
-AT_ONCE = 32  # edits in one forward pass
+EDITS_PER_BATCH = 32  # edits in one forward pass
 SAMPLE = 100  # edits that single edits are normalised by, as many as in one turn
 
 
@@ -50,8 +50,8 @@ class UltraEdit(EditMethod):
     def name(self) -> str:
         return "ultraedit"
 
-    def at_once(self, model: TaskModel) -> int:
-        return AT_ONCE
+    def edits_per_batch(self, model: TaskModel) -> int:
+        return EDITS_PER_BATCH
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
         return {"layers": self.layers, "lr": self.lr, "turn": self.turn}
@@ -61,8 +61,8 @@ class UltraEdit(EditMethod):
     def calibrated(self, model: TaskModel, sample: Sequence[Revision]) -> Self:
         edits = [edit_of(revision) for revision in sample if revision.alternatives][:SAMPLE]
         moments: dict[str, Moments] = {}
-        for start in range(0, len(edits), AT_ONCE):
-            moments = add_traces(moments, self._trace(model, edits[start : start + AT_ONCE]))
+        for start in range(0, len(edits), EDITS_PER_BATCH):
+            moments = add_traces(moments, self._trace(model, edits[start : start + EDITS_PER_BATCH]))
         return replace(self, _moments=moments)
 
     @torch.inference_mode(False)
@@ -78,8 +78,8 @@ class UltraEdit(EditMethod):
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         edits = model.resolve(edits)
         patches: list[Patch] = []
-        for start in range(0, len(edits), AT_ONCE):
-            batch = edits[start : start + AT_ONCE]
+        for start in range(0, len(edits), EDITS_PER_BATCH):
+            batch = edits[start : start + EDITS_PER_BATCH]
             stacks = {n: d for n, d in self.changes(model, batch).items() if isinstance(d, LowRank)}
             for edit, own in zip(batch, unstack(stacks), strict=True):
                 patches.append(Patch({**own}, model.fingerprint, self.name, (edit,)))
@@ -93,7 +93,7 @@ class UltraEdit(EditMethod):
         total: dict[str, Delta] = {}
         for start in range(0, len(edits), self.turn):
             turn = edits[start : start + self.turn]
-            parts = [turn[i : i + AT_ONCE] for i in range(0, len(turn), AT_ONCE)]
+            parts = [turn[i : i + EDITS_PER_BATCH] for i in range(0, len(turn), EDITS_PER_BATCH)]
             traces = [self._trace(model, part, total) for part in parts]
             for part in traces:
                 moments = add_traces(moments, part)

@@ -22,7 +22,7 @@ from factpatch.evaluation.forced import forced_accuracies
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.metrics import Outcome
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import NO_TARGET, POSITIONS_PER_BATCH
+from factpatch.models.rows import POSITIONS_PER_BATCH
 
 
 def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
@@ -61,7 +61,7 @@ def examine_all(
     on_done: Callable[[int], object] = lambda edits: None,
 ) -> Iterator[tuple[Revision, Examined]]:
     """Does the work of `measure`, and yields each revision with all answers of the edited model."""
-    size = method.at_once(model)
+    size = method.edits_per_batch(model)
     examiner = Examiner(model, others, size)
     for start in range(0, len(revisions), size):
         batch = revisions[start : start + size]
@@ -131,12 +131,8 @@ class Examiner:
         rows = self.model.collate([self.encoded[i] for i in indices], targets)
         if targets is None:
             return _Batch(indices, rows, None, None)
-        labels = rows.labels
-        assert labels is not None
-        positions = labels.flatten().ne(NO_TARGET).nonzero().squeeze(1)
-        rows = replace(rows, target_positions=positions)
-        width = labels.shape[1] if labels.dim() == 2 else 1
-        return _Batch(indices, rows, self.model.features(rows), positions // width)
+        rows = rows.at_targets()
+        return _Batch(indices, rows, self.model.features(rows), rows.row_of_position)
 
     def examine(self, changes: Mapping[str, Delta], revisions: Sequence[Revision]) -> list[Examined]:
         """Measures a stack of changes, one per revision."""

@@ -123,7 +123,7 @@ def _measure_each(
     on_done: Progress,
 ) -> tuple[ResumableLines | None, Result | None]:
     """Measures each edit on its own and writes one line per edit; the caller finishes the file."""
-    size = method.at_once(model)
+    size = method.edits_per_batch(model)
     batches = [edits[start : start + size] for start in range(0, len(edits), size)]
     lines = open_lines(folder / "edits.jsonl", identity)
     # A run resumes after the last whole batch; only the very last batch may be shorter than the others.
@@ -151,7 +151,7 @@ def _examine_with(
     if isinstance(method, FactInPrompt):
         prompted = PromptExaminer(method, model, others)
         return lambda number, batch: prompted.examine(batch)
-    examiner = Examiner(model, others, method.at_once(model), scores=True)
+    examiner = Examiner(model, others, method.edits_per_batch(model), scores=True)
 
     def examine(number: int, batch: Sequence[Revision]) -> list[Examined]:
         asked = [edit_of(revision) for revision in batch]

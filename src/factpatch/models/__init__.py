@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from factpatch import world
 from factpatch.device import find_device
-from factpatch.errors import FileError, InputError, MismatchError, ModelError
+from factpatch.errors import FileError, InputError, MismatchError, ModelError, reason
 from factpatch.facts import normalize
 from factpatch.models.base import TaskModel
 from factpatch.models.causal import Causal, read_settings
@@ -77,6 +76,7 @@ def _read_model(
     """Reads a model in the precision it is stored in, and lists the weights that are missing from its files."""
     options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     unpacking: dict[str, Any] = {}
+    place = source if local else f"{source}: there is no such folder, and the hub has no such model"
     if local and (file := find_gguf(Path(source))):
         check_gguf(file)
         source, options["gguf_file"], unpacking = str(file.parent), file.name, dequantized()
@@ -87,6 +87,9 @@ def _read_model(
         if "gguf_file" in options and not config.architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]  # GGUF files do not name it
         kind = kind_of(config, task)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ModelError(f"{source} has no tokenizer files beside its weights; save the tokenizer there too")
         _adapt_config(config, labels, dropout)
         model, info = kind.auto_class.from_pretrained(
             source,
@@ -98,15 +101,12 @@ def _read_model(
         )
         if "gguf_file" in options:
             make_plain(model)
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = f"the folder {source}" if local else f"{source}: there is no such folder, and the hub has no such model"
-        raise ModelError(f"cannot load a model from {where}: {reason}") from error
+    except ModelError:
+        raise
+    except Exception as error:  # of any class: the package tokenizers raises plain Exceptions
+        raise ModelError(f"cannot load a model from {place}: {reason(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ModelError(f"{source} has no tokenizer files beside its weights; save the tokenizer there too")
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
     return kind(model, tokenizer), sorted({*info["missing_keys"], *mismatched})
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from factpatch.backends import no_cudnn_attention
 from factpatch.engine import edited
 from factpatch.models.base import PATCHES_PER_BATCH, TaskModel
-from factpatch.models.rows import NO_TARGET
 from factpatch.patch import Patch, stack_patches
 
 
@@ -56,14 +56,9 @@ def _ranked(model: TaskModel, inputs: Sequence[str], count: int, edits: int) -> 
 
 def _probabilities(model: TaskModel, inputs: Sequence[str], answers: Sequence[str]) -> list[float]:
     """The probability of each answer to the input at the same place: the product over its tokens."""
-    rows = model.rows(inputs, answers)
-    assert rows.labels is not None
-    labels = rows.labels.reshape(len(inputs), -1)  # (rows, tokens); a classifier's label is one token
-    positions = (labels != NO_TARGET).flatten().nonzero().squeeze(1)
-    scores = model.scores(model.features(replace(rows, target_positions=positions)))  # (positions, vocabulary)
-    own = scores.gather(1, labels.flatten()[positions][:, None]).squeeze(1)
-    totals = own.new_zeros(len(inputs)).index_add_(0, positions // labels.shape[1], own - scores.logsumexp(-1))
-    return totals.exp().tolist()
+    rows = model.rows(inputs, answers).at_targets()
+    losses = F.cross_entropy(model.scores(model.features(rows)), rows.target_labels, reduction="none")  # (positions,)
+    return losses.new_zeros(len(rows)).index_add(0, rows.row_of_position, -losses).exp().tolist()
 
 
 def _different(answers: list[Answer]) -> list[Answer]:

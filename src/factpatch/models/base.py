@@ -21,6 +21,7 @@ from factpatch.patch import Patch, stack_patches
 
 # Padded tokens per inference batch: enough to keep the device busy, few enough to fit beside a base-sized model.
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 262_144}
+MOST_SPECIAL_TOKENS = 8  # that a tokenizer adds to a text
 PATCHES_PER_BATCH = 32  # different patches in one forward pass
 
 
@@ -37,11 +38,13 @@ class TaskModel(StoredModel):
     beams: ClassVar[int] = 1  # width of the beam search
     near_ties: ClassVar[bool] = True  # whether rounding in bf16 can change which of several close outputs wins
     auto_class: ClassVar[Any]  # the transformers class that loads such a model
+    most_added_tokens: int = MOST_SPECIAL_TOKENS  # upper bound on the tokens of an encoded text that are not its own
     held_out: frozenset[str] | None = None  # ids of the records that `fit` did not train on, if it made this model
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         super().__init__(model, tokenizer)
-        if tokenizer.pad_token_id is None:
+        known = model.get_input_embeddings().weight.shape[0]  # tokenizers can have more tokens, such as an added one
+        if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= known:
             fill = model.config.pad_token_id if model.config.pad_token_id is not None else tokenizer.eos_token_id
             if fill is None:
                 raise ModelError("the tokenizer has neither a padding nor an end token; give it one and save it")
@@ -196,7 +199,7 @@ class TaskModel(StoredModel):
         """Raises an InputError if the text is empty or too long for the model."""
         # An ASCII character becomes at most one token and any other at most 18 (some normalise to whole phrases), so
         # most texts are known to fit without tokenising them.
-        fits_surely = (1 if text.isascii() else 18) * len(text) + 8 <= self.max_input_tokens
+        fits_surely = (1 if text.isascii() else 18) * len(text) + self.most_added_tokens <= self.max_input_tokens
         self._check(text, 0 if fits_surely else self.lengths([text])[0])
 
     def _check(self, text: str, tokens: int) -> None:

@@ -38,14 +38,14 @@ _INERT = {
 }
 
 
-def knows(config: GenerationConfig) -> bool:
+def supports(config: GenerationConfig) -> bool:
     """Whether this search supports these settings, so that it gives the same answers as `generate`."""
     inert = all(getattr(config, name, None) in values for name, values in _INERT.items())
     single_words = all(len(word) == 1 for word in config.bad_words_ids or [])
-    return inert and single_words and config.early_stopping in (True, False, None) and _ends_plainly(config)
+    return inert and single_words and config.early_stopping in (True, False, None) and _has_one_end_token(config)
 
 
-def _ends_plainly(config: GenerationConfig) -> bool:
+def _has_one_end_token(config: GenerationConfig) -> bool:
     """Whether there are a start token and a single end token, which is not a banned word."""
     if config.eos_token_id is None or config.decoder_start_token_id is None or len(_end_tokens(config)) > 1:
         return False

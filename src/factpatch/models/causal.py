@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit
+from factpatch.models.base import MOST_SPECIAL_TOKENS
 from factpatch.models.beam import beam_search
 from factpatch.models.decoding import PromptSteps, greedy_search
 from factpatch.models.rows import NO_TARGET, Encoded, Rows, padded
@@ -41,7 +42,7 @@ class Causal(TextModel):
         super().__init__(model, tokenizer)
         self.end_tokens = _end_tokens(model, tokenizer)
         self._most_tokens = self.max_input_tokens  # of prompt and answer together
-        self._takes = set(inspect.signature(model.forward).parameters)
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.set_template(template)
 
     def set_template(self, text: str | None, answer_tokens: int = MAX_ANSWER_TOKENS) -> None:
@@ -49,6 +50,7 @@ class Causal(TextModel):
         self.template = Template(text, self.tokenizer)
         self.prompt_template = self.template.text
         self._template_tokens = len(self._tokenized([""])[0]["input_ids"])
+        self.most_added_tokens = self._template_tokens + MOST_SPECIAL_TOKENS
         self.limit_answers(answer_tokens)
 
     def decision_settings(self) -> dict[str, Any]:
@@ -140,7 +142,7 @@ class Causal(TextModel):
 
     def _accepted(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Leaves out positions for models that do not take them, such as those with ALiBi."""
-        return {name: value for name, value in inputs.items() if name != "position_ids" or name in self._takes}
+        return {name: value for name, value in inputs.items() if self._takes_positions or name != "position_ids"}
 
     # Forward passes
 
@@ -148,8 +150,7 @@ class Causal(TextModel):
         """The forward's arguments for prompts followed by their targets, whose last token is only predicted."""
         assert rows.labels is not None
         prompts = self._aligned(rows.inputs)
-        read = rows.labels[:, :-1]
-        there = read != NO_TARGET
+        read, there = rows.labels[:, :-1], rows.labels[:, 1:] != NO_TARGET
         ids = torch.cat([prompts["input_ids"], read.masked_fill(~there, self.tokenizer.pad_token_id or 0)], 1)
         mask = torch.cat([prompts["attention_mask"], there.long()], 1)  # (rows, prompt + target tokens - 1)
         return self._accepted({"input_ids": ids, "attention_mask": mask, "position_ids": _positions(mask)})
@@ -199,9 +200,8 @@ class Causal(TextModel):
     def _spelled(self, targets: Sequence[list[int]]) -> list[str]:
         if not targets:
             return []
-        ends = self._stops.end_tokens
-        whole = [ids[: next((n for n, token in enumerate(ids) if token in ends), len(ids)) + 1] for ids in targets]
-        return [cut(text) for text in self.tokenizer.batch_decode(whole, skip_special_tokens=True)]
+        said = self._stops.shortened(targets)
+        return [cut(text) for text in self.tokenizer.batch_decode(said, skip_special_tokens=True)]
 
 
 def read_settings(folder: Path) -> tuple[str | None, int | None]:

@@ -81,11 +81,11 @@ class PromptSteps:
         self.cache = DynamicCache()
         self.mask = self.inputs["attention_mask"]
         self.position = self.mask.sum(1, keepdim=True)  # of the next token, (rows·beams, 1)
-        self.waiting = True
+        self.is_first = True
 
     def next(self, last: Tensor) -> Tensor:
-        if self.waiting:
-            self.waiting = False
+        if self.is_first:
+            self.is_first = False
             logits = self.run(**self.inputs, past_key_values=self.cache)
             if self.beams == 1:
                 return logits

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from factpatch.models.base import TaskModel
-from factpatch.models.rows import NO_TARGET, POSITIONS_PER_BATCH, Rows
+from factpatch.models.rows import POSITIONS_PER_BATCH, Rows
 
 
 @torch.no_grad()
 def token_accuracy(model: TaskModel, rows: Rows) -> Tensor:
     """The share of each row's target tokens that are the most likely ones, without start and end tokens: (rows,)."""
-    assert rows.labels is not None
-    labels = rows.labels.flatten()
     tokenizer = model.tokenizer
     around = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    ignored = torch.tensor([NO_TARGET, *(one for one in around if one is not None)], device=labels.device)
-    positions = torch.isin(labels, ignored, invert=True).nonzero().squeeze(1)
-    features = model.features(replace(rows, target_positions=positions))
-    best = [model.scores(part).argmax(-1) for part in features.split(POSITIONS_PER_BATCH)]
-    row = positions // rows.labels.shape[1]
-    right = torch.cat(best).eq(labels[positions]).float()
-    counts = torch.bincount(row, minlength=len(rows)).clamp(min=1)
-    return torch.zeros(len(rows), device=labels.device).index_add(0, row, right) / counts
+    rows = rows.at_targets(ignored=[token for token in around if token is not None])
+    best = [model.scores(part).argmax(-1) for part in model.features(rows).split(POSITIONS_PER_BATCH)]
+    right = torch.cat(best).eq(rows.target_labels).float()
+    counts = torch.bincount(rows.row_of_position, minlength=len(rows)).clamp(min=1)
+    return right.new_zeros(len(rows)).index_add(0, rows.row_of_position, right) / counts

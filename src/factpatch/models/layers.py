@@ -32,7 +32,7 @@ def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
     if len({id(layer.weight) for layer in layers.values()}) < len(layers):
         raise ModelError(f"{type(model).__name__} shares weights between its blocks; untie them to edit it")
     for name, layer in layers.items():
-        if not layer.weight.is_floating_point():
+        if not layer.weight.is_floating_point() or layer.weight.dtype.itemsize < 2:  # such as float8
             raise ModelError(f"{name} is stored as {layer.weight.dtype}; load the model unquantised to edit it")
     return layers
 

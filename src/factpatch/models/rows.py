@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +29,25 @@ class Rows:
     def __len__(self) -> int:
         return len(self.inputs["input_ids"])
 
+    def at_targets(self, ignored: Sequence[int] = ()) -> Rows:
+        """The same batch with all of its target positions, apart from those with an ignored label."""
+        assert self.labels is not None
+        without = torch.tensor([NO_TARGET, *ignored], device=self.labels.device)
+        return replace(self, target_positions=torch.isin(self.labels.flatten(), without, invert=True).nonzero()[:, 0])
+
+    @property
+    def row_of_position(self) -> Tensor:
+        """The row that each target position belongs to: (positions,)."""
+        assert self.labels is not None
+        assert self.target_positions is not None
+        return self.target_positions // self.labels.shape[1:].numel()  # a classifier's label is one token
+
+    @property
+    def target_labels(self) -> Tensor:
+        """The label at each target position: (positions,)."""
+        assert self.labels is not None
+        return selected(self.labels.flatten(), self)
+
 
 def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:
     """Lists of token ids as one tensor, padded on the right."""
@@ -38,5 +58,5 @@ def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:
 
 
 def selected(flat: Tensor, rows: Rows) -> Tensor:
-    """Selects the target positions from a tensor over all positions: (positions, width)."""
+    """Selects the target positions from a tensor over all positions: (positions, ...)."""
     return flat if rows.target_positions is None else flat.index_select(0, rows.target_positions)

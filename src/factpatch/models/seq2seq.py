@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
-from factpatch.models.beam import beam_search, knows
+from factpatch.models.beam import beam_search, supports
 from factpatch.models.decoding import EncoderDecoderSteps
 from factpatch.models.rows import NO_TARGET, Encoded, Rows, padded
 from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
@@ -72,7 +72,7 @@ class Seq2Seq(TextModel):
 
     def decide(self, rows: Rows, count: int = 1, edits: int | None = None) -> list[list[str]]:
         count = min(count, self.beams)
-        if knows(self.generation):
+        if supports(self.generation):
             steps = EncoderDecoderSteps(self.model, rows.inputs)
             ids = beam_search(steps, self.generation, edits)[:, :count].flatten(0, 1)
         else:

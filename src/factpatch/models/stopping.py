@@ -1,13 +1,14 @@
 """Where a decoder's answer ends: at an end token or another special token, a line break or a full stop.
 
-A full stop does not end an answer inside a number (3.5) or a word (Amazon.com), after a single letter (J. K. Rowling)
-or one or two digits (1. FC Köln), or after an abbreviation that usually precedes a name (St. Louis, Dr. Strangelove).
+A full stop does not end an answer inside a number (3.5), after a single letter (J. K. Rowling) or one or two digits
+(1. FC Köln), or after an abbreviation that usually precedes a name (St. Louis, Dr. Strangelove). Inside a word
+(Amazon.com) it does only if it is a token of its own: generation stops there before it knows that the word continues.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def _is_short(word: str) -> bool:
 
 
 class Stops:
-    """Says of each new token whether the answer ends with it, from tables over the vocabulary.
+    """Decides for each new token whether the answer ends with it, from tables over the vocabulary.
 
     Where a token's own text does not decide, such as for a full stop after "t", which may be the end of "St",
     generation continues, and `cut` decides once the whole text is known.
@@ -58,11 +59,13 @@ class Stops:
             for token, word in enumerate(last_words)
             if word is None or len(word[0]) == 1 or word[0].isdigit() or word[0].lower() in tails
         ]
+        self.start = tokenizer.pad_token_id or 0  # stands for the token before the first one
         self.ends, self.full_stops, self.unclear = (
             _table(tokens, max(vocabulary, len(texts)))
-            for tokens in (self.end_tokens, full_stops, [*unclear, tokenizer.pad_token_id or 0])
+            for tokens in (self.end_tokens, full_stops, [*unclear, self.start])
         )
-        self.first = torch.tensor(sorted(self.end_tokens))  # tokens that an answer may not begin with
+        # Tokens that an answer may not begin with. A tokenizer can have more tokens than the model.
+        self.first = torch.tensor(sorted(token for token in self.end_tokens if token < vocabulary))
 
     def to(self, device: torch.device) -> Stops:
         for name in ("ends", "full_stops", "unclear", "first"):
@@ -71,6 +74,16 @@ class Stops:
 
     def __call__(self, previous: Tensor, token: Tensor) -> Tensor:
         return self.ends[token] | self.full_stops[token] & ~self.unclear[previous]
+
+    def shortened(self, sequences: Sequence[list[int]]) -> list[list[int]]:
+        """Each sequence up to the token at which its generation ends."""
+        ids = torch.tensor([self.start, *(token for own in sequences for token in [*own, self.start])])
+        ends = iter(self(*(part.to(self.ends.device) for part in (ids[:-1], ids[1:]))).tolist())
+        found: list[list[int]] = []
+        for own in sequences:
+            ended = [next(ends) for _ in [*own, self.start]][:-1]
+            found.append(own[: ended.index(True) + 1] if True in ended else own)
+        return found
 
 
 def _table(tokens: Iterable[int], size: int) -> Tensor:

@@ -8,6 +8,7 @@ from factpatch.errors import InputError, ModelError
 
 CHAT = "chat"
 SLOT = "{}"
+CHAT_SLOT = "<<question>>"  # a chat template may contain braces of its own
 COMPLETION_END = ":"  # stands for the last character of a prompt, where only the way that targets are split matters
 OPENING = "\"'([{<“‘«"  # characters after which an answer follows without a space
 
@@ -34,15 +35,16 @@ class Template:
         """The texts before and after the question."""
         if self.text is None:
             return "", ""
-        whole = self.text
+        whole, slot = self.text, SLOT
         if self.text == CHAT:
             if not tokenizer.chat_template:
                 raise ModelError(
                     "the tokenizer has no chat template; give a --template with {}, or none for plain completion"
                 )
-            turns = [{"role": "user", "content": SLOT}]
+            slot = CHAT_SLOT
+            turns = [{"role": "user", "content": slot}]
             whole = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-        before, found, after = whole.partition(SLOT)
+        before, found, after = whole.partition(slot)
         if not found:
             raise ModelError("the tokenizer's chat template leaves the question out; give a --template with {}")
         return before, after.rstrip(" ")

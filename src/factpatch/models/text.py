@@ -1,4 +1,4 @@
-"""TextModel: what encoder-decoders and decoders share, whose answers are texts."""
+"""TextModel: the common part of encoder-decoders and decoders, whose answers are texts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TextModel(TaskModel):
 
     @abstractmethod
     def _spelled(self, targets: Sequence[list[int]]) -> list[str]:
-        """The answers that the model would give with these tokens."""
+        """The answer that each sequence of generated tokens stands for."""
 
     def logits(self, rows: Rows) -> Tensor:
         with self._head_reads(lambda states: states[:, -_width(rows) :]):
@@ -147,12 +147,22 @@ class TextModel(TaskModel):
 
     def valid_targets(self, texts: Sequence[str]) -> set[str]:
         different = [text for text in dict.fromkeys(texts) if text.strip()]
-        encoded = self.encode_targets(different)
+        try:
+            encoded = self.encode_targets(different)
+        except InputError:  # one of them cannot be encoded
+            return {text for text in different if self._accepts(text)}
         return {
             text
             for text, ids, spelling in zip(different, encoded, self._spelled(encoded), strict=True)
             if len(ids) <= self.max_answer_tokens and same(spelling, text)
         }
+
+    def _accepts(self, target: str) -> bool:
+        try:
+            self.check_target(target)
+        except InputError:
+            return False
+        return True
 
 
 def _width(rows: Rows) -> int:

@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from factpatch import __version__
 from factpatch.errors import FactpatchError, FileError, InputError
 from factpatch.serve import schemas
-from factpatch.serve.downloads import UnavailableError
 from factpatch.serve.guard import problem
 from factpatch.serve.proposals import UnknownError
 from factpatch.serve.reference import reference_page
@@ -36,14 +35,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "Too many requests are waiting.",
     }.items()
 }
-STATUS: dict[type[FactpatchError], int] = {UnknownError: 404, InputError: 422, UnavailableError: 501, BusyError: 503}
+STATUS: dict[type[FactpatchError], int] = {UnknownError: 404, InputError: 422, BusyError: 503}
 Result = TypeVar("Result")
 
 log = logging.getLogger("factpatch.serve")
 
 
-async def done(future: Future[Result]) -> Result:
-    """Waits for the worker. If the client leaves meanwhile, a request that is still waiting is dropped."""
+async def result_of(future: Future[Result]) -> Result:
+    """Waits for the worker. If the client disconnects, a request that is still waiting is dropped."""
     return await asyncio.wrap_future(future)
 
 
@@ -88,20 +87,20 @@ def _asking(service: Service) -> APIRouter:
     @router.post("/ask", response_model=schemas.Answered)
     async def ask(asked: schemas.AskRequest) -> Any:
         """Ask a question. Returns the five best answers with their probabilities."""
-        return await done(service.ask(asked.question, asked.with_facts))
+        return await result_of(service.ask(asked.question, asked.with_facts))
 
     @router.post("/propose", response_model=schemas.Proposal)
-    async def propose(wish: schemas.ProposeRequest) -> Any:
+    async def propose(correction: schemas.ProposeRequest) -> Any:
         """Try a correction, on the question, its other wordings and a sample of other questions.
 
         Nothing changes until the proposal is accepted. It expires after half an hour.
         """
-        return await done(service.propose(wish.question, wish.target, wish.paraphrases))
+        return await result_of(service.propose(correction.question, correction.target, correction.paraphrases))
 
     @router.post("/accept", response_model=schemas.Fact)
     async def accept(accepted: schemas.AcceptRequest) -> Any:
         """Accept a proposal: the fact is recorded, and used for everybody's questions."""
-        return await done(service.accept(accepted.id, accepted.note))
+        return await result_of(service.accept(accepted.id, accepted.note))
 
     @router.post("/discard", response_model=schemas.Discarded)
     async def discard(discarded: schemas.DiscardRequest) -> Any:
@@ -118,23 +117,23 @@ def _ledger(service: Service) -> APIRouter:
     @router.get("", response_model=schemas.Facts)
     async def facts(search: str = "", all: bool = False) -> Any:
         """List the accepted facts, newest first; with `all`, removed and replaced ones too."""
-        return {"facts": await done(service.facts(search, active_only=not all))}
+        return {"facts": await result_of(service.facts(search, active_only=not all))}
 
     @router.post("/verify", response_model=schemas.Verification)
     async def verify() -> Any:
         """Ask every accepted fact in all its wordings, and a sample of other questions."""
-        return await done(service.verify())
+        return await result_of(service.verify())
 
     @router.get("/{fact}", response_model=schemas.FactHistory)
     async def fact(fact: int) -> Any:
         """Everything that is recorded about one fact."""
-        found, history = await done(service.history(fact))
+        found, history = await result_of(service.history(fact))
         return {"fact": found, "history": history}
 
     @router.delete("/{fact}", response_model=schemas.Fact)
     async def remove(fact: int) -> Any:
         """Remove a fact. Its record and history stay."""
-        return await done(service.remove(fact))
+        return await result_of(service.remove(fact))
 
     return router
 
@@ -145,27 +144,27 @@ def _downloads(service: Service) -> APIRouter:
     @router.get("/download/patch", response_class=Response)
     async def patch() -> Response:
         """All accepted facts in one patch file."""
-        return _file(await done(service.merged_patch()), "facts.safetensors")
+        return _file(await result_of(service.merged_patch()), "facts.safetensors")
 
     @router.get("/download/adapter", response_class=Response)
     async def adapter() -> Response:
         """All accepted facts as a zipped LoRA adapter for PEFT."""
-        return _file(await done(service.merged_adapter()), "facts-adapter.zip")
+        return _file(await result_of(service.merged_adapter()), "facts-adapter.zip")
 
     @router.get("/download/ledger", response_class=Response)
     async def ledger() -> Response:
         """A copy of the ledger."""
-        return _file(await done(service.ledger_file()), "facts.db")
+        return _file(await result_of(service.ledger_file()), "facts.db")
 
     @router.get("/facts/{fact}/patch", response_class=Response)
     async def fact_patch(fact: int) -> Response:
         """The patch of one fact."""
-        return _file(await done(service.fact_patch(fact)), f"fact-{fact}.safetensors")
+        return _file(await result_of(service.fact_patch(fact)), f"fact-{fact}.safetensors")
 
     @router.get("/proposals/{proposal}/patch", response_class=Response)
     async def proposal_patch(proposal: str) -> Response:
         """The patch of a proposal."""
-        return _file(await done(service.proposal_patch(proposal)), "proposal.safetensors")
+        return _file(await result_of(service.proposal_patch(proposal)), "proposal.safetensors")
 
     return router
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import io
-import sqlite3
 import zipfile
-from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from factpatch.errors import FactpatchError
 from factpatch.ledger import Ledger
 from factpatch.models import TaskModel
 from factpatch.patch import Patch
-
-
-class UnavailableError(FactpatchError):
-    """Something that this installation cannot do."""
+from factpatch.sharing import copy_ledger
 
 
 def patch_file(patch: Patch) -> bytes:
@@ -29,12 +23,9 @@ def patch_file(patch: Patch) -> bytes:
 
 def adapter_file(patch: Patch, model: TaskModel) -> bytes:
     """A patch as a zipped PEFT adapter folder."""
-    export = getattr(patch, "export_peft", None)
-    if export is None:
-        raise UnavailableError("this version of factpatch cannot export adapters; download the patch instead")
     packed = io.BytesIO()
     with TemporaryDirectory() as folder, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        export(Path(folder) / "adapter", model=model)
+        patch.export_peft(Path(folder) / "adapter", model=model)
         for path in sorted((Path(folder) / "adapter").rglob("*")):
             archive.write(path, path.relative_to(folder))
     return packed.getvalue()
@@ -44,6 +35,5 @@ def ledger_file(ledger: Ledger) -> bytes:
     """A consistent copy of the ledger's file, also while other processes write to it."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "facts.db"
-        with ledger.store.readable(), closing(sqlite3.connect(path)) as copy:
-            ledger.store.db.backup(copy)
+        copy_ledger(ledger.store.path, path)
         return path.read_bytes()

@@ -15,7 +15,7 @@ from gradio.themes import Base
 
 from factpatch.errors import FactpatchError, FileError
 from factpatch.serve import html
-from factpatch.serve.api import done
+from factpatch.serve.api import result_of
 from factpatch.serve.limits import ANSWER_CHARS, NOTE_CHARS, PARAPHRASES, QUESTION_CHARS
 from factpatch.serve.proposals import UnknownError
 from factpatch.serve.service import Service
@@ -80,7 +80,7 @@ def _build(service: Service) -> gr.Blocks:
 async def _result(start: Callable[[], Future[Result]]) -> Result | str:
     """The result of a request to the service, or the error as HTML to show in its place."""
     try:
-        return await done(start())
+        return await result_of(start())
     except FileError:
         return html.message("The ledger cannot be used at the moment; try again later.", "error")
     except FactpatchError as error:
@@ -145,8 +145,8 @@ class CorrectTab:
         """Ties the buttons and the Enter key to what they do."""
         asked, answered = [self.question, self.with_facts], [self.answers, self.wordings]
         gr.on([self.ask.click, self.question.submit, self.with_facts.input], self.on_ask, asked, answered, **SHOWN)
-        wish, shown = [self.question, self.target, self.wordings], [self.result, self.proposal_id, self.decide]
-        gr.on([self.try_it.click, self.target.submit], self.on_try, wish, shown, **SHOWN)
+        correction, shown = [self.question, self.target, self.wordings], [self.result, self.proposal_id, self.decide]
+        gr.on([self.try_it.click, self.target.submit], self.on_try, correction, shown, **SHOWN)
         given = [self.proposal_id, self.note, self.accepted]
         decided = self.accept.click(self.on_accept, given, [*shown, self.accepted, self.note], **SHOWN)
         decided.then(self.on_ask, asked, answered, **QUIET)

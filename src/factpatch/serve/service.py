@@ -25,7 +25,7 @@ from factpatch.serve.proposals import Comparison, Control, Proposal, Proposals, 
 from factpatch.serve.questions import Questions
 from factpatch.serve.worker import Handler, Worker, chained
 
-ASKS_AT_ONCE, PATCHES_AT_ONCE = 64, 8
+ASKS_PER_BATCH, PATCHES_PER_BATCH = 64, 8
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Wish:
+class Correction:
     """A correction that a client would like to try."""
 
     question: str
@@ -78,9 +78,9 @@ class Service:
         self.editor = Looped(editor) if isinstance(editor, TrainableEditor) else editor
         self.proposals = Proposals(self.limits)
         self._worker = Worker(self.limits.queue)
-        self._asks = Handler(self._answer_all, ASKS_AT_ONCE)
-        self._wishes = Handler(self._patch_all, PATCHES_AT_ONCE)
-        self._tries = Handler(self._try_all, at_once=1)
+        self._asks = Handler(self._answer_all, ASKS_PER_BATCH)
+        self._corrections = Handler(self._patch_all, PATCHES_PER_BATCH)
+        self._tries = Handler(self._try_all, batch_size=1)
         try:
             self._worker.call(lambda: self._open(ledger, scope)).result()
         except BaseException:
@@ -95,8 +95,7 @@ class Service:
         )
 
     def close(self) -> None:
-        self._worker.call(lambda: self._ledger.close())
-        self._worker.close()
+        self._worker.close(lambda: self._ledger.close())
 
     # Asking
 
@@ -130,37 +129,37 @@ class Service:
         spelled = self.questions.spell(question)
         others = {normalize(text): self.questions.spell(text) for text in paraphrases if text.strip()}
         others.pop(normalize(spelled), None)
-        wish = Wish(spelled, target.strip(), tuple(others.values()))
-        made = self._worker.submit(self._wishes, wish)
+        correction = Correction(spelled, target.strip(), tuple(others.values()))
+        made = self._worker.submit(self._corrections, correction)
         # Trying a patch takes longer than making it, so that questions get their turn in between.
-        return chained(made, lambda patch: self._worker.submit(self._tries, (wish, patch)))
+        return chained(made, lambda patch: self._worker.submit(self._tries, (correction, patch)))
 
-    def _patch_all(self, wishes: list[Wish]) -> list[Patch | FactpatchError]:
-        """Makes the patches of all wishes in one batch."""
-        checked = [self._resolve(wish) for wish in wishes]
+    def _patch_all(self, corrections: list[Correction]) -> list[Patch | FactpatchError]:
+        """Makes the patches of all corrections in one batch."""
+        checked = [self._resolve(correction) for correction in corrections]
         edits = [edit for edit in checked if isinstance(edit, FactEdit)]
         patches = iter(self.editor.propose(self.model, edits) if edits else [])
         return [next(patches) if isinstance(edit, FactEdit) else edit for edit in checked]
 
-    def _resolve(self, wish: Wish) -> FactEdit | FactpatchError:
-        active = next((fact for fact in self._ledger.facts() if same(fact.x, wish.question)), None)
-        if active is not None and same(active.target, wish.target):
+    def _resolve(self, correction: Correction) -> FactEdit | FactpatchError:
+        active = next((fact for fact in self._ledger.facts() if same(fact.x, correction.question)), None)
+        if active is not None and same(active.target, correction.target):
             return InputError(f"this is accepted already, as fact {active.id}")
-        if active is not None and same(active.before, wish.target):
+        if active is not None and same(active.before, correction.target):
             return InputError(f"the unedited model says this already; remove fact {active.id} to get it back")
         try:
-            for text in wish.paraphrases:
+            for text in correction.paraphrases:
                 self.model.check_input(text)
-            return self.model.resolve([FactEdit(wish.question, wish.target)])[0]
+            return self.model.resolve([FactEdit(correction.question, correction.target)])[0]
         except FactpatchError as error:
             return error
 
-    def _try_all(self, tries: list[tuple[Wish, Patch]]) -> list[Proposal]:
-        return [self._try(wish, patch) for wish, patch in tries]
+    def _try_all(self, tries: list[tuple[Correction, Patch]]) -> list[Proposal]:
+        return [self._try(correction, patch) for correction, patch in tries]
 
-    def _try(self, wish: Wish, patch: Patch) -> Proposal:
+    def _try(self, correction: Correction, patch: Patch) -> Proposal:
         """Tries a patch on its own questions and on the control questions."""
-        wordings = [wish.question, *wish.paraphrases]
+        wordings = [correction.question, *correction.paraphrases]
         controls = self.questions.controls_besides(wordings)
         before = self._answers([Ask(text, with_facts=True) for text in wordings])
         with edited(self.model.layers, stack_patches([patch], self.model.layers)):
@@ -186,7 +185,7 @@ class Service:
         if not proposal.success:
             raise InputError("this correction does not work, so it cannot be accepted; try another wording or answer")
         paraphrases = {proposal.edit.x: [one.question for one in proposal.paraphrases]}
-        (fact,) = self._ledger.add(_Ready(proposal.patch), [proposal.edit], paraphrases, note)
+        (fact,) = self._ledger.add(_Precomputed(proposal.patch), [proposal.edit], paraphrases, note)
         self.proposals.discard(proposal_id)
         return fact
 
@@ -264,7 +263,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class _Ready(EditMethod):
+class _Precomputed(EditMethod):
     """An edit method for a patch that has been made already: what was tried is exactly what is recorded."""
 
     patch: Patch
@@ -273,7 +272,7 @@ class _Ready(EditMethod):
     def name(self) -> str:
         return self.patch.method
 
-    def at_once(self, model: TaskModel) -> int:
+    def edits_per_batch(self, model: TaskModel) -> int:
         return 1
 
     def describe(self, model: TaskModel) -> dict[str, Any]:

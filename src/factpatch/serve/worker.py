@@ -21,10 +21,14 @@ class BusyError(FactpatchError):
 
 @dataclass(frozen=True, eq=False)
 class Handler(Generic[Request, Result]):
-    """Handles requests of one kind, at most `at_once` together. An error among the results fails one request only."""
+    """Handles requests of one kind, up to `batch_size` together.
+
+    An error among the results fails only its request. If `run` raises, it is called again for each request alone, so it
+    must not have side effects, unless `batch_size` is 1.
+    """
 
     run: Callable[[list[Request]], Sequence[Result | FactpatchError]]
-    at_once: int
+    batch_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +58,11 @@ class Worker:
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Queues a function that is run on its own."""
-        return self.submit(Handler(lambda _: [function()], at_once=1), None)
+        return self.submit(Handler(lambda _: [function()], batch_size=1), None)
 
-    def close(self) -> None:
-        """Finishes the waiting requests and ends the thread."""
+    def close(self, last: Callable[[], object] = lambda: None) -> None:
+        """Finishes the waiting requests, calls `last` and ends the thread."""
+        self._last = last
         self._queue.put(None)
         self._thread.join()
 
@@ -68,12 +73,13 @@ class Worker:
             waiting += [job for job in arrived if job is not None]
             handlers = dict.fromkeys(job.handler for job in waiting)
             for handler in handlers:  # one group of each kind per round, so that no kind waits for all of another
-                group = [job for job in waiting if job.handler is handler][: handler.at_once]
+                group = [job for job in waiting if job.handler is handler][: handler.batch_size]
                 waiting = [job for job in waiting if job not in group]
                 _run(handler, [job for job in group if job.future.set_running_or_notify_cancel()])
             if None in arrived:
                 for job in waiting:
                     _run(job.handler, [job] if job.future.set_running_or_notify_cancel() else [])
+                self._last()
                 return
 
     def _arrived(self, block: bool) -> list[_Job | None]:
@@ -111,8 +117,12 @@ def _run(handler: Handler[Any, Any], group: list[_Job]) -> None:
         return
     try:
         results = handler.run([job.request for job in group])
-    except Exception as error:  # whatever it is, the waiting clients must hear of it, and the thread must go on
-        results = [error] * len(group)
+    except Exception as error:  # whatever it is, the client must hear of it, and the thread must go on
+        if len(group) > 1:  # find out whose request it was: it must not fail those of others
+            for job in group:
+                _run(handler, [job])
+            return
+        results = [error]
     for job, result in zip(group, results, strict=True):
         if isinstance(result, Exception):
             job.future.set_exception(result)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from factpatch.covariance import Covariance
 from factpatch.deltas import Delta, Dense
 from factpatch.editors import Condition, EditBatch, TrainableEditor
-from factpatch.models import Rows
+from factpatch.models import Causal, Rows, TaskModel
 from factpatch.models.rows import NO_TARGET
 from factpatch.solving import cholesky
 from factpatch.training.batcher import StepBatch
@@ -144,8 +144,8 @@ class MergedGradients:
             )
 
     def _edits_per_chunk(self, rows: Rows) -> int:
-        widths = [rows.inputs["input_ids"].shape[1], *(rows.labels.shape[1:] if rows.labels is not None else ())]
-        edit_bytes = 4 * COPIES * max(widths) * sum(sum(self.editor.shapes[name]) for name in self.readers)
+        widest = max(mask.shape[1] for mask in _real_tokens(self.model, rows))
+        edit_bytes = 4 * COPIES * widest * sum(sum(self.editor.shapes[name]) for name in self.readers)
         budget = CPU_CHUNK_BYTES
         if self.model.device.type == "cuda":
             budget = int(GPU_CHUNK_SHARE * torch.cuda.get_device_properties(self.model.device).total_memory)
@@ -155,7 +155,7 @@ class MergedGradients:
         """For each weight, the layer's inputs at the edits' tokens, and what each edit's change adds to its outputs."""
         rows = _with_distinct_widths(batch.rows)
         traces = self.editor.trace(self.model, EditBatch(rows, batch.condition))
-        real = {mask.shape[1]: mask.flatten().nonzero()[:, 0] for mask in _real_tokens(rows)}
+        real = {mask.shape[1]: mask.flatten().nonzero()[:, 0] for mask in _real_tokens(self.model, rows)}
         for name, delta in self.editor(batch.condition, traces).items():
             if name in self.readers:
                 X = traces[name].X.float()  # (edits, tokens, in)
@@ -164,7 +164,7 @@ class MergedGradients:
 
 
 def _added(delta: Delta, X: Tensor) -> Tensor:
-    """What each edit's change adds to the layer's output: (edits, tokens, out)"""
+    """What each edit's change adds to the layer's output: (edits, tokens, out)."""
     return delta.add_rows(X.new_zeros(*X.shape[:2], delta.shape[0]), X)
 
 
@@ -176,8 +176,10 @@ def _with_distinct_widths(rows: Rows) -> Rows:
     return Rows(rows.inputs, F.pad(labels, (0, 1), value=NO_TARGET))
 
 
-def _real_tokens(rows: Rows) -> list[Tensor]:
-    """Masks of the tokens that are not padding, of the inputs and of the answers: (edits, tokens) each"""
+def _real_tokens(model: TaskModel, rows: Rows) -> list[Tensor]:
+    """Masks of the tokens that are not padding, one per text that layers read: (edits, tokens) each."""
+    if isinstance(model, Causal):  # reads prompt and answer as one text
+        return [model.joint_inputs(rows)["attention_mask"].bool()]
     masks = [rows.inputs["attention_mask"].bool()]
     if rows.labels is not None and rows.labels.dim() > 1:
         masks.append(rows.labels.ne(NO_TARGET))

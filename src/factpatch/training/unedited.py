@@ -63,7 +63,7 @@ def doubts(
     for members, rows, targets in _pool_batches(model, batcher, pool, on_share):
         features = model.features(rows) if known is None else known.index_select(0, targets.unedited_index)
         losses = _token_losses(model, features, targets.labels)
-        largest = losses.new_zeros(len(rows)).scatter_reduce(0, _row_of_each_position(rows), losses, "amax")
+        largest = losses.new_zeros(len(rows)).scatter_reduce(0, rows.row_of_position, losses, "amax")
         of_predictions = largest.view(len(members), -1)[:, 0]  # the rows of an input begin with its prediction
         found[members] = -(-of_predictions.double()).expm1().cpu().numpy()
     return np.maximum(found, LEAST_DOUBT)
@@ -79,7 +79,7 @@ def outputs_of(model: TaskModel, rows: Rows, labels: Tensor, kl_over: str) -> Te
     if kl_over == "top1":
         return features
     losses = _token_losses(model, features, labels)
-    row = _row_of_each_position(rows)
+    row = rows.row_of_position
     zeros = losses.new_zeros(len(rows))
     log_p = zeros.index_add(0, row, -losses)
     tokens = zeros.index_add(0, row, labels.ne(NO_TARGET).float())
@@ -102,12 +102,6 @@ def _token_losses(model: TaskModel, features: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy at each position, in parts: scores over a whole vocabulary need much memory."""
     parts = zip(features.split(POSITIONS_PER_BATCH), labels.split(POSITIONS_PER_BATCH), strict=True)
     return torch.cat([F.cross_entropy(model.scores(part), wanted, reduction="none") for part, wanted in parts])
-
-
-def _row_of_each_position(rows: Rows) -> Tensor:
-    assert rows.target_positions is not None
-    assert rows.labels is not None
-    return rows.target_positions // rows.labels.shape[-1] if rows.labels.dim() == 2 else rows.target_positions
 
 
 def _fits(model: TaskModel, batcher: Batcher) -> bool:

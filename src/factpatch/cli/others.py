@@ -1,0 +1,64 @@
+"""Reads the inputs that the commands protect from changes or compare answers on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from factpatch import world
+from factpatch.errors import InputError
+from factpatch.facts import normalize
+from factpatch.jsonl import read_jsonl, required_text, text_list
+
+Wordings = Mapping[str, Sequence[str]]  # paraphrases by the input's normalised text
+
+Others = Annotated[
+    Path | None,
+    typer.Option(
+        help='Inputs whose answers should not change: one {"input": ...} per line, such as a revision file. '
+        "Default for --model world: the questions of its facts."
+    ),
+]
+MaxOthers = Annotated[int, typer.Option(min=1, metavar="N", help="Use at most N inputs of --others, evenly spaced.")]
+ComparedInputs = Annotated[
+    Path | None,
+    typer.Option(
+        help='Revision file, or one {"input": ...} per line, to compare the adapter with the patch: its paraphrases '
+        "of the patch's own inputs, and its other inputs. Default for --model world: the world's revisions."
+    ),
+]
+
+
+def read_others(path: Path | None, model: str, most: int) -> list[str]:
+    """Reads the other inputs from a file; by default, those of the embedded world. At most `most`, evenly spaced."""
+    if path is None and model == "world":
+        return evenly_spaced([fact.questions[0] for fact in world.facts()], most)
+    if path is None:
+        raise InputError("--others is missing; give a file of inputs to leave unchanged, such as a revision file")
+    _, texts = read_wordings(path, model)
+    if not texts:
+        raise InputError(f"{path} has no inputs; give a file of inputs whose answers should not change")
+    return evenly_spaced(texts, most)
+
+
+def read_wordings(path: Path | None, model: str) -> tuple[Wordings, list[str]]:
+    """Reads the paraphrases and the inputs of a file; by default, those of the embedded world or none."""
+    if path is None and model != "world":
+        return {}, []
+
+    def parse(record: dict[str, Any]) -> tuple[str, list[str]] | None:
+        if "provenance" in record:
+            return None
+        keys = [key for key in ("rephrases", "human_rephrases") if key in record]
+        return required_text(record, "input"), [text for key in keys for text in text_list(record, key)]
+
+    found = [line for line in read_jsonl(path or world.REVISIONS, parse) if line is not None]
+    return {normalize(text): paraphrases for text, paraphrases in found}, [text for text, _ in found]
+
+
+def evenly_spaced(texts: Sequence[str], most: int) -> list[str]:
+    """At most `most` of the texts, from the whole list."""
+    return list(texts[:: max(1, -(-len(texts) // most))])
