@@ -17,9 +17,11 @@ import pytest
 import torch
 from conftest import Ran
 
-from factpatch import world
+from factpatch import demo, world
+from factpatch.data.revisions import edit_of
 from factpatch.facts import normalize
 from factpatch.models import load_model
+from factpatch.patch import Patch
 from factpatch.scope import Scope
 
 ROOT = Path(__file__).parent.parent
@@ -113,6 +115,16 @@ def test_no_change_is_trained_on(tmp_path: Path) -> None:
 
 
 # What ships
+
+
+def test_the_merged_patch_holds_all_changes_and_knows_no_spare_fact() -> None:
+    model = load_model("world", "cpu")
+    patch = Patch.load(world.MERGED)
+    patch.check_fits(model)
+    wanted = {edit_of(revision) for revision in demo.outdated(model)}
+    assert set(patch.edits) == wanted
+    assert 300 < len(world.spare()) < 600
+    assert not {fact.id for fact in world.spare()} & world.changed()
 
 
 def test_the_model_and_its_editor_go_together() -> None:
