@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -38,6 +38,7 @@ class Patchable(Protocol):
     layers: Mapping[str, nn.Module]  # editable layers by weight name
     patches: list[Patch]  # currently applied, in order
     originals: dict[str, Tensor]  # unpatched weights of the layers that these patches change
+    lock: AbstractContextManager[Any]  # held by the thread that uses the model
 
     @property
     def fingerprint(self) -> str: ...
@@ -106,27 +107,33 @@ class Patch:
 
     def apply(self, model: Model) -> Model:
         """Adds the patch to the model's weights. Applied patches can be reverted in any order."""
-        self.check_fits(model)
-        set_patches(model, [*model.patches, self])
+        with model.lock:
+            self.check_fits(model)
+            set_patches(model, [*model.patches, self])
         return model
 
     def revert(self, model: Model) -> Model:
         """Removes the patch; the weights are then bit for bit as if it had never been applied."""
-        applied = [i for i, patch in enumerate(model.patches) if patch == self]
-        if not applied:
-            raise MismatchError("this patch is not applied to the model, so it cannot be reverted")
-        last = applied[-1]
-        set_patches(model, model.patches[:last] + model.patches[last + 1 :])
+        with model.lock:
+            applied = [i for i, patch in enumerate(model.patches) if patch == self]
+            if not applied:
+                raise MismatchError("this patch is not applied to the model, so it cannot be reverted")
+            last = applied[-1]
+            set_patches(model, model.patches[:last] + model.patches[last + 1 :])
         return model
 
     @contextmanager
     def applied(self, model: Model) -> Iterator[Model]:
-        """Applies the patch for the duration of a `with` block and reverts it afterwards, also after an error."""
-        self.apply(model)
-        try:
-            yield model
-        finally:
-            self.revert(model)
+        """Applies the patch for the duration of a `with` block and reverts it afterwards, also after an error.
+
+        Other threads that use the model wait until the block ends.
+        """
+        with model.lock:
+            self.apply(model)
+            try:
+                yield model
+            finally:
+                self.revert(model)
 
     def check_fits(self, model: Patchable) -> None:
         """Raises a MismatchError if the patch was made for another model."""

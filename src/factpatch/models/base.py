@@ -16,7 +16,7 @@ from factpatch.engine import edited
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit, same
 from factpatch.models.rows import Encoded, Rows, padded
-from factpatch.models.stored import StoredModel
+from factpatch.models.stored import StoredModel, exclusive
 from factpatch.patch import Patch, stack_patches
 
 # Padded tokens per inference batch: enough to keep the device busy, few enough to fit beside a base-sized model.
@@ -116,6 +116,7 @@ class TaskModel(StoredModel):
                 self._check(text, len(one["input_ids"]))
         return self.candidates_encoded(encoded, count)
 
+    @exclusive
     @torch.no_grad()
     @no_cudnn_attention()
     def candidates_encoded(self, encoded: Sequence[Encoded], count: int = 5) -> list[list[str]]:
@@ -142,6 +143,7 @@ class TaskModel(StoredModel):
         """Answers each input under the patch of the ledger's fact that it is about, or unpatched if there is none."""
         return ledger.predict_scoped(inputs)
 
+    @exclusive
     @torch.no_grad()
     @no_cudnn_attention()
     def predict_patched(self, patches: Sequence[Patch], inputs: Sequence[str]) -> list[str]:
