@@ -14,6 +14,7 @@ from factpatch.errors import FileError, InputError
 
 T = TypeVar("T")
 
+MAX_LINE = 64 << 20  # bytes; a longer line is refused before it fills the memory
 GZIP = b"\x1f\x8b"  # the first two bytes of every gzip file
 
 

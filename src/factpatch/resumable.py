@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary, finalize
 
 from factpatch.errors import FileError
 from factpatch.files import as_file_errors, atomic_file, checked_target, refuse_gz
+from factpatch.jsonl import MAX_LINE
 
 
 class ResumableLines:
@@ -24,19 +25,26 @@ class ResumableLines:
     run with other settings starts from scratch. `header` is an optional first line of the finished file, which is not
     counted as a line. `seconds` is the total time, including that of interrupted runs.
 
+    With `key`, an existing file is replaced only if its first line is a JSON object with this key: a file that another
+    program or command wrote is not overwritten.
+
     The part file is locked, so that two processes cannot write the same output. Within one process, a new object
     replaces an older one for the same path, whose next write then fails.
     """
 
     _open: ClassVar[WeakValueDictionary[Path, Self]] = WeakValueDictionary()
 
-    def __init__(self, path: str | Path, settings: dict[str, Any], chunk: int, header: str | None = None):
+    def __init__(
+        self, path: str | Path, settings: dict[str, Any], chunk: int, header: str | None = None, key: str | None = None
+    ):
         self.path = checked_target(path)
         self.chunk = chunk
         self.header = header
         self.part = self.path.with_name(f".{self.path.name}.part")
         self._time = self.path.with_name(f".{self.path.name}.part.seconds")
         refuse_gz(self.path)
+        if key is not None:
+            refuse_other_lines(self.path, key)
         run = json.dumps({"run": {**settings, "chunk": chunk}, "header": header}, sort_keys=True)
         with as_file_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,3 +135,17 @@ class ResumableLines:
             self.part.unlink(missing_ok=True)
             self._time.unlink(missing_ok=True)
         self._file.close()
+
+
+def refuse_other_lines(path: Path, key: str) -> None:
+    """Raises a FileError if there is a file whose first line is not a JSON object with this key; it may be empty."""
+    if not path.exists():
+        return
+    with as_file_errors(path), path.open("rb") as file:
+        first = file.readline(MAX_LINE)
+    try:
+        found = json.loads(first or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or (first and key not in found):
+        raise FileError(f"{path} is not a file that this command wrote, so it is not replaced; choose another --output")

@@ -107,6 +107,11 @@ def refuse_used_folder(folder: Path, option: str) -> None:
         raise FileError(f"expected a new or empty folder, found {folder} in use; choose another {option}")
 
 
+def refuse_existing_file(file: Path, option: str) -> None:
+    if file.exists():
+        raise FileError(f"expected a new file, found that {file} exists; delete it, or choose another {option}")
+
+
 def failed_edit_advice(max_updates: int) -> str:
     more = max(MAX_UPDATES, 2 * max_updates)
     return f"Try, in this order: more updates (--max-updates {more}), another wording, a larger model."

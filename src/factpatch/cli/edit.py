@@ -53,9 +53,8 @@ def edit(
     if (facts is None) == (input is None) or (input is None) != (target is None):
         raise typer.BadParameter("give either --input and --target, or --facts")
     edits, bad = read_edits(facts, skip_bad) if facts else ([FactEdit(x=str(input), a=str(target))], 0)
-    if save and facts:
-        common.refuse_used_folder(save, "--save")
     if save:
+        (common.refuse_used_folder if facts else common.refuse_existing_file)(save, "--save")
         check_writable(save / "patch" if facts else save)
 
     start = time.perf_counter()

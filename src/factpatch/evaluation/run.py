@@ -20,7 +20,7 @@ from factpatch.editors import EditMethod
 from factpatch.editors.prompt import FactInPrompt
 from factpatch.errors import FactpatchError, FileError, InputError
 from factpatch.evaluation.details import write_details
-from factpatch.evaluation.lines import edit_line, open_lines, outcome_of, write_shared
+from factpatch.evaluation.lines import EDITS, edit_line, open_lines, outcome_of, refuse_other_files, write_shared
 from factpatch.evaluation.measure import Examined, Examiner, predicted_now
 from factpatch.evaluation.prompted import PromptExaminer
 from factpatch.evaluation.summary import FILE, Conditions, Result, Summary
@@ -88,6 +88,7 @@ def evaluate(
     if finished := from_first(_finished(folder, conditions)):
         on_done(finished.edits + sum(point.result.edits for point in finished.curve))
         return finished if state.is_main_process else None
+    refuse_other_files(folder)
     edits, others = from_first((editable(model, predicted_now(model, edits)), predicted_now(model, others)))
     if not edits:
         raise InputError("nothing to edit: the model already gives every alternative, or cannot give it")
@@ -125,7 +126,7 @@ def _measure_each(
     """Measures each edit on its own and writes one line per edit; the caller finishes the file."""
     size = method.at_once(model)
     batches = [edits[start : start + size] for start in range(0, len(edits), size)]
-    lines = open_lines(folder / "edits.jsonl", identity)
+    lines = open_lines(folder / EDITS, identity)
     # A run resumes after the last whole batch; only the very last batch may be shorter than the others.
     done = from_first((len(batches) if lines.done == len(edits) else lines.done // size) if lines else 0)
     if lines:
