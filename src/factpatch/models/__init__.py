@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from factpatch import world
+from factpatch import hub, world
 from factpatch.device import find_device
 from factpatch.errors import FileError, InputError, MismatchError, ModelError
 from factpatch.facts import normalize
@@ -43,6 +44,9 @@ def load_model(
     template: str | None = None,
 ) -> TaskModel:
     """Loads a task model from a folder or a GGUF file or, if there is none, from the hub; "world" is the embedded one.
+
+    The prefix hub: says that a name is one on the hub. A name such as runs/fever without it is a missing folder if
+    there is a folder runs.
 
     The config determines the kind of model. A model that is not yet of a supported kind, such as a bare encoder that
     is about to be fine-tuned, needs `task` ("classify" or "answer") and, for a classifier, `labels`. `dropout` replaces
@@ -169,10 +173,25 @@ def kind_of(config: PretrainedConfig, task: str | None = None) -> type[TaskModel
 
 def _source(name: str | Path) -> tuple[str, bool]:
     """The name or path to give to transformers, and whether it is a local folder or file."""
+    given = str(name)
+    if given.startswith(hub.PREFIX):
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", found := given.removeprefix(hub.PREFIX)):
+            raise ModelError(f"{given} is not a name on the hub; write {hub.PREFIX}OWNER/NAME")
+        return found, False
     path = world.MODEL if name == "world" else Path(name).expanduser()
     if path.is_dir() or find_gguf(path):
+        _refuse_unfinished(path)
         return str(path), True
-    looks_like_path = isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1
-    if looks_like_path or path.exists():
-        raise ModelError(f"expected a model folder, found none at {name}; check the path")
-    return str(name), False
+    looks_like_path = isinstance(name, Path) or given.startswith((".", "/", "~")) or given.count("/") > 1
+    in_a_folder = "/" in given and path.parent.exists()  # a missing folder, not somebody's model
+    if looks_like_path or in_a_folder or path.exists():
+        raise ModelError(
+            f"expected a model folder, found none at {name}; check the path. A model on the hub is {hub.PREFIX}OWNER/NAME"
+        )
+    return given, False
+
+
+def _refuse_unfinished(folder: Path) -> None:
+    """Raises a ModelError for the folder of a `fit` that was killed, perhaps with only some of the model's files."""
+    if any((folder / "checkpoint").glob("step-*")):
+        raise ModelError(f"the run of factpatch fit in {folder} is not finished; resume it with --resume")

@@ -136,7 +136,9 @@ class Run(ABC):
                 if self.accelerator.is_main_process and (due or done >= 1 or now - reported > REPORT_SECONDS):
                     self._report(done)
                     reported = now
-                if stop or now - saved >= checkpoint_seconds:
+                # A run that ends without any checkpoint could not be resumed if it were killed while it saves its result.
+                first_and_last = done >= 1 and not has_checkpoint(self.folder.checkpoint)
+                if stop or first_and_last or now - saved >= checkpoint_seconds:
                     self._save_checkpoint()
                     saved = time.perf_counter()
                 if stop:
