@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from factpatch.facts import FactEdit
 from factpatch.files import atomic_file, read_safetensors
 
 FORMAT = "factpatch-patch-1"
+PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Patchable(Protocol):
@@ -196,13 +198,15 @@ class Patch:
         if metadata.pop("checksum", None) != checksum(metadata, tensors):
             raise FileError(f"{path} is damaged: its checksum does not match its content; make the patch again")
         try:
-            edits = tuple(FactEdit(**edit) for edit in json.loads(metadata["edits"]))
+            edits = tuple(map(FactEdit.from_dict, json.loads(metadata["edits"])))
             ridge = {name: float(value) for name, value in json.loads(metadata.get("ridge", "{}")).items()}
+            if not all(map(math.isfinite, ridge.values())):
+                raise ValueError("its ridge is not finite")
             for key, tensor in tensors.items():
-                if not tensor.is_floating_point() or not tensor.isfinite().all():
+                if tensor.dtype not in PRECISIONS or not tensor.isfinite().all():
                     raise ValueError(f"{key} holds values that are not finite numbers")
             return cls(deltas_from(tensors), metadata["base"], metadata["method"], edits, ridge)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise FileError(f"{path} does not hold a complete patch ({error}); make the patch again") from error
 
 
@@ -304,6 +308,8 @@ def _write_weights(model: Patchable, names: Iterable[str], patches: list[Patch])
         for change in changes:
             total += change if isinstance(layer, nn.Linear) else change.mT
         weight.copy_(total)
+        if not weight.is_meta and not weight.isfinite().all():
+            raise MismatchError(f"the patch is too large: it makes {name} not finite; make the patch again")
 
 
 def _changed(patches: list[Patch]) -> set[str]:
@@ -321,5 +327,5 @@ def checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -26,7 +26,7 @@ from factpatch.cli import (
     split,
     train,
 )
-from factpatch.cli.common import is_main_process
+from factpatch.cli.common import is_main_process, printable
 from factpatch.errors import FactpatchError
 
 NO_MEMORY = "out of memory; stop other processes, use a smaller model or, if the GPU's memory is full, --device cpu"
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     except FactpatchError as error:
         # Under `accelerate launch`, an error may occur in one process only, so its message names the process.
         where = "" if is_main_process() else f" (process {os.environ['RANK']})"
-        print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
+        print(f"error: {' '.join(printable(str(error)).split())}{where}", file=sys.stderr)
         sys.exit(1)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate memory", str(error)):

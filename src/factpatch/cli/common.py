@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -65,6 +66,16 @@ EXPLANATIONS = {
     "bad": "bad: records that could not be used and were skipped (--skip-bad).",
     "left_out": "left out: claims labelled NOT ENOUGH INFO, which are neither true nor false.",
 }
+
+
+def escape(text: str) -> str:
+    """Text from a file or a model as rich prints it literally: without markup, and without codes for the terminal."""
+    return escape_markup(printable(text))
+
+
+def printable(text: str) -> str:
+    """Text with control characters, which could move the cursor or hide text, written as \\x1b and the like."""
+    return "".join(f"\\x{ord(c):02x}" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def print_json(result: dict[str, Any]) -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad, Template
+from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad, Template, escape
 from factpatch.cli.evaluate_options import check_options, needs_sample, parse_options, parse_sizes
 from factpatch.errors import InputError
 from factpatch.files import check_writable, content_hash

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed
+from factpatch.cli.common import Device, Json, Model, Seed, escape
 from factpatch.errors import InputError
 
 if TYPE_CHECKING:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from factpatch import hub, world
 from factpatch.device import find_device
-from factpatch.errors import FileError, InputError, MismatchError, ModelError
+from factpatch.errors import FactpatchError, FileError, InputError, MismatchError, ModelError
 from factpatch.facts import normalize
 from factpatch.models.base import TaskModel
 from factpatch.models.causal import Causal, read_settings
@@ -31,6 +30,8 @@ __all__ = ["Causal", "Classifier", "Rows", "Seq2Seq", "TaskModel", "TextModel", 
 
 DROPOUTS = ("dropout", "dropout_rate", "hidden_dropout_prob", "resid_pdrop")  # names of the dropout rate in configs
 TASKS = ("classify", "answer")
+MAX_LAYERS, MAX_SIZE = 10_000, 2**31
+SIZES = ("size", "layers", "heads", "dim", "embeddings", "width", "model", "embd", "layer", "head", "positions", "ff")
 HELD_OUT = "held-out.json"  # which records `fit` kept out of training
 
 
@@ -72,7 +73,24 @@ def load_model(
     if dtype is not None and dtype != loaded.model.dtype:
         loaded.cast(dtype)
     loaded.model.to(target_device)
+    _try_out(loaded, name)
     return loaded
+
+
+@torch.no_grad()
+def _try_out(model: TaskModel, name: str | Path) -> None:
+    """Runs two short texts through the model. Raises a ModelError if its settings do not fit its weights."""
+    try:
+        inputs = model.padded_inputs(model.encode(["?", "? ?"]))  # of unequal length: one is padded
+        if model.model.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = inputs["input_ids"]
+        model.model(**inputs)
+    except Exception as error:  # what a damaged config.json leads to depends on the architecture
+        raise ModelError(f"the model in {name} does not run ({_first_line(error)}); check its config.json") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _read_model(
@@ -90,6 +108,7 @@ def _read_model(
         config = AutoConfig.from_pretrained(source, **options)
         if "gguf_file" in options and not config.architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]  # GGUF files do not name it
+        _check_sizes(config)
         kind = kind_of(config, task)
         _adapt_config(config, labels, dropout)
         model, info = kind.auto_class.from_pretrained(
@@ -103,8 +122,11 @@ def _read_model(
         if "gguf_file" in options:
             make_plain(model)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        loaded = kind(model, tokenizer)
+    except (FactpatchError, MemoryError):
+        raise
+    except Exception as error:  # transformers and tokenizers raise nearly every type for damaged files
+        reason = _first_line(error)
         where = f"the folder {source}" if local else f"{source}: there is no such folder, and the hub has no such model"
         raise ModelError(f"cannot load a model from {where}: {reason}") from error
     finally:
@@ -112,7 +134,7 @@ def _read_model(
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelError(f"{source} has no tokenizer files beside its weights; save the tokenizer there too")
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
-    return kind(model, tokenizer), sorted({*info["missing_keys"], *mismatched})
+    return loaded, sorted({*info["missing_keys"], *mismatched})
 
 
 def _set_template(model: TaskModel, folder: Path | None, template: str | None, refitted: bool) -> None:
@@ -128,6 +150,16 @@ def _set_template(model: TaskModel, folder: Path | None, template: str | None, r
             "leave --template out, or fit the model again"
         )
     model.set_template(stored if template is None else template, tokens or MAX_ANSWER_TOKENS)
+
+
+def _check_sizes(config: PretrainedConfig) -> None:
+    """Raises a ModelError for numbers with which building the model would not end or would fill the memory."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise ModelError(f"expected at most {MAX_LAYERS:,} layers in config.json, found {layers:,}")
+    for key, value in config.to_dict().items():
+        if isinstance(value, int | float) and abs(value) > MAX_SIZE and key.endswith(SIZES):
+            raise ModelError(f"expected a size in {key!r} of config.json, found {value:.3g}")
 
 
 def _adapt_config(config: PretrainedConfig, labels: Sequence[str] | None, dropout: float | None) -> None:
@@ -186,7 +218,7 @@ def _source(name: str | Path) -> tuple[str, bool]:
     in_a_folder = "/" in given and path.parent.exists()  # a missing folder, not somebody's model
     if looks_like_path or in_a_folder or path.exists():
         raise ModelError(
-            f"expected a model folder, found none at {name}; check the path. A model on the hub is {hub.PREFIX}OWNER/NAME"
+            f"expected a model folder, found none at {name}; check the path, or write {hub.PREFIX}OWNER/NAME"
         )
     return given, False
 
