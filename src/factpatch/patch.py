@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from factpatch.deltas import Delta, add, from_tensors, stack
 from factpatch.errors import FileError, MismatchError
 from factpatch.export import Adapter
 from factpatch.facts import FactEdit
-from factpatch.files import atomic_file, read_safetensors
+from factpatch.files import atomic_file, read_safetensors, sort_metadata
 
 FORMAT = "factpatch-patch-1"
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -158,6 +159,7 @@ class Patch:
         """Writes one safetensors file with the edits, the base's fingerprint and a checksum in its metadata."""
         with atomic_file(path) as scratch:
             save_file(self.tensors(), scratch, metadata={**self._metadata(), "checksum": self._checksum})
+            sort_metadata(scratch)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of all tensors on the CPU, by the names that they have in a file."""
@@ -192,7 +194,7 @@ class Patch:
     def load(cls, path: str | Path) -> Patch:
         """Reads a patch file, or the patch of a name such as hub:ada/facts. A damaged file raises a FileError."""
         path = hub.locate(path, hub.PATCH)
-        if (path / hub.PATCH).is_file():  # the folder of a shared patch
+        if os.path.isfile(path / hub.PATCH):  # the folder of a shared patch
             path /= hub.PATCH
         metadata, tensors = read_safetensors(path, "patch", FORMAT)
         if metadata.pop("checksum", None) != checksum(metadata, tensors):
@@ -280,8 +282,12 @@ def set_patches(model: Patchable, patches: list[Patch]) -> None:
     """Sets the weights to the originals plus these patches in order. If that fails, the weights stay as they were."""
     before = model.patches
     names = _changed([*before, *patches])
+    extends = len(patches) > len(before) and all(a is b for a, b in zip(before, patches, strict=False))
     try:
-        _write_weights(model, names, patches)
+        if extends:
+            _write_weights(model, _changed(patches[len(before) :]), patches, done=len(before))
+        else:
+            _write_weights(model, names, patches)
         model.patches = patches
     except BaseException:
         _write_weights(model, names, before)
@@ -292,19 +298,25 @@ def set_patches(model: Patchable, patches: list[Patch]) -> None:
 
 
 @torch.no_grad()
-def _write_weights(model: Patchable, names: Iterable[str], patches: list[Patch]) -> None:
+def _write_weights(model: Patchable, names: Iterable[str], patches: list[Patch], done: int = 0) -> None:
+    """Sets the weights with these names. The first `done` patches are part of the current weights already."""
     for name in names:
         layer = model.layers[name]
         weight = _weight(layer)
         if name not in model.originals:
             model.originals[name] = weight.detach().clone()
         # The model may have been moved to another device or precision since the original was copied.
-        original = model.originals[name] = model.originals[name].to(weight)
-        changes = [patch.deltas[name].dense().to(weight.device) for patch in patches if name in patch.deltas]
+        kept = model.originals[name]
+        moved = (kept.dtype, kept.device) != (weight.dtype, weight.device)
+        original = model.originals[name] = kept.to(weight)
+        # Adding to a weight that is stored without rounding gives the same bits as adding all changes again.
+        exact = not moved and weight.dtype in (torch.float32, torch.float64)
+        start, more = (weight, patches[done:]) if exact and done else (original, patches)
+        changes = [patch.deltas[name].dense().to(weight.device) for patch in more if name in patch.deltas]
         if not changes:
             weight.copy_(original)
             continue
-        total = original.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        total = start.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
         for change in changes:
             total += change if isinstance(layer, nn.Linear) else change.mT
         weight.copy_(total)

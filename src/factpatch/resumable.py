@@ -1,6 +1,7 @@
 """Files of lines that a long run writes chunk by chunk and can resume after a crash."""
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -40,8 +41,8 @@ class ResumableLines:
         self.path = checked_target(path)
         self.chunk = chunk
         self.header = header
-        self.part = self.path.with_name(f".{self.path.name}.part")
-        self._time = self.path.with_name(f".{self.path.name}.part.seconds")
+        self.part = self.path.with_name(f".{_short(self.path.name)}.part")
+        self._time = self.path.with_name(f"{self.part.name}.seconds")
         refuse_gz(self.path)
         if key is not None:
             refuse_other_lines(self.path, key)
@@ -51,7 +52,7 @@ class ResumableLines:
             self._file = self._locked()
             finalize(self, self._file.close)  # a run that fails releases the lock
             self.done = self._resume(run.encode() + b"\n")
-            spent = self._time.read_text() if self.done and self._time.exists() else ""
+            spent = self._time.read_text() if self.done and self._time.is_file() else ""
         self._begin = time.perf_counter() - float(spent or 0)
 
     def seconds(self) -> float:
@@ -63,7 +64,7 @@ class ResumableLines:
         if (older := self._open.get(key)) is not None:
             older._file.close()
         while True:
-            file = self.part.open("ab")
+            file = open(self.part, "ab", opener=_without_links)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -72,7 +73,7 @@ class ResumableLines:
             except OSError:
                 pass  # a file system without locks
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), self.part.stat()):
+                if os.path.samestat(os.fstat(file.fileno()), self.part.lstat()):
                     self._open[key] = self
                     return file
             file.close()  # another run has just finished and removed this part file
@@ -120,7 +121,8 @@ class ResumableLines:
             self._file.write("".join(f"{line}\n" for line in lines).encode())
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._time.write_text(f"{self.seconds():.3f}")
+            with open(self._time, "w", opener=_without_links) as file:
+                file.write(f"{self.seconds():.3f}")
 
     def finish(self) -> None:
         """Writes the header and all lines to `path` and removes the part file."""
@@ -135,6 +137,16 @@ class ResumableLines:
             self.part.unlink(missing_ok=True)
             self._time.unlink(missing_ok=True)
         self._file.close()
+
+
+def _without_links(path: str, flags: int) -> int:
+    """Opens a file, but not through a link: in a shared folder, another user could have put one there."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _short(name: str) -> str:
+    """The name, or a short one made from it if a longer name for the part file would not be possible."""
+    return name if len(os.fsencode(name)) < 240 else f"{name[:40]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
 
 
 def refuse_other_lines(path: Path, key: str) -> None:

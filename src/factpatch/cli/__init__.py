@@ -69,9 +69,17 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
         raise typer.Exit
 
 
+def _is_text(argument: str) -> bool:
+    """Whether an argument is Unicode: Python decodes other bytes to half surrogate pairs."""
+    return not any(0xD800 <= ord(character) < 0xE000 for character in argument)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits: with 1 and one line on stderr after a known error, with 2 after wrong usage."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if wrong := next((argument for argument in arguments if not _is_text(argument)), None):
+        print(f"error: expected UTF-8 in the arguments, found {wrong!a}", file=sys.stderr)
+        sys.exit(2)
     try:
         app(args=arguments)
     except FactpatchError as error:

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from factpatch.errors import FileError
+from factpatch.files import checked_target
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +120,7 @@ def refuse_used_folder(folder: Path, option: str) -> None:
 
 
 def refuse_existing_file(file: Path, option: str) -> None:
-    if file.exists():
+    if checked_target(file).exists():
         raise FileError(f"expected a new file, found that {file} exists; delete it, or choose another {option}")
 
 

@@ -27,6 +27,9 @@ def read_toml(path: Path, presets: Sequence[str]) -> dict[str, Any]:
         raise InputError(f"{path} is not a TOML file: {error}") from None
 
 
+LARGEST = 1e15  # no setting needs a larger number; some would overflow or never end
+
+
 def read_settings(settings: Sequence[str], problems: list[str]) -> dict[str, Any]:
     """Parses settings such as `editor.width=512` into {"editor": {"width": 512}}; values may be unquoted texts."""
     found: dict[str, Any] = {}
@@ -95,9 +98,10 @@ def _converted(kind: Any, value: Any) -> Any:
     """Converts a value to a field's type. If it does not fit, a ValueError names what was expected."""
     if isinstance(kind, types.UnionType):
         return None if value is None else _converted(next(k for k in kind.__args__ if k is not type(None)), value)
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+    number = isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
+    if kind is float and number:
         return float(value)
-    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+    if kind is int and number and isinstance(value, int):
         return value
     if kind in (bool, str) and isinstance(value, kind):
         return value
@@ -105,5 +109,10 @@ def _converted(kind: Any, value: Any) -> Any:
         texts = [value] if isinstance(value, str) else value
         if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
             return tuple(texts)
-    names = {float: "a number", int: "a whole number", bool: "true or false", str: "a text"}
+    names = {
+        float: f"a number below {LARGEST:g}",
+        int: f"a whole number below {LARGEST:g}",
+        bool: "true or false",
+        str: "a text",
+    }
     raise ValueError(names.get(kind, "a list of texts"))
