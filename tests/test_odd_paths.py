@@ -135,13 +135,13 @@ def test_arguments_that_are_not_utf8(tmp_path: Path, run: Callable[..., Ran]) ->
         assert b"Traceback" not in ran.stderr, arguments
 
 
-@pytest.mark.parametrize("number", ["1e308", "1" + "0" * 23, "nan", "inf", "-1e99"])
+@pytest.mark.parametrize("number", ["1e308", "1" + "0" * 23, "inf", "-1e99"])
 def test_numbers_without_end(number: str, run: Callable[..., Ran], tmp_path: Path) -> None:
     given = ("--model", "world", "--data", "world", "--method", "finetune", "--output", tmp_path / "out")
     for key in ("lr", "steps"):
         refused = run("evaluate", *given, "--set", f"{key}={number}", "--edits", 1, "--retain", 1)
         assert refused.code == 2
-        assert "number" in " ".join(refused.err.split())
+        assert any(limit in refused.err for limit in ("1e+15", "2**63"))
     assert run("evaluate", *given, "--seed", number).code == 2
 
 

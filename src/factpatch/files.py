@@ -155,9 +155,10 @@ def checked_target(path: str | Path) -> Path:
     with as_file_errors(path):
         if path.is_dir():
             raise FileError(f"expected a file to write, found a folder at {path}; name a file")
-        if path.exists() and not path.is_file():
+        found = _resolved(path)
+        if path.exists() and not (path.is_file() and found.exists()):  # /dev/stdout can be a file without a name
             raise FileError(f"expected a file to write, found a device or a pipe at {path}; name a file")
-        return _resolved(path)
+        return found
 
 
 def _resolved(path: Path) -> Path:

@@ -64,7 +64,7 @@ class ResumableLines:
         if (older := self._open.get(key)) is not None:
             older._file.close()
         while True:
-            file = open(self.part, "ab", opener=_without_links)
+            file = open(self.part, "ab", opener=_without_links)  # noqa: SIM115 (stays open)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -98,10 +98,13 @@ def _converted(kind: Any, value: Any) -> Any:
     """Converts a value to a field's type. If it does not fit, a ValueError names what was expected."""
     if isinstance(kind, types.UnionType):
         return None if value is None else _converted(next(k for k in kind.__args__ if k is not type(None)), value)
-    number = isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
-    if kind is float and number:
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError("below 2**63")
+    if isinstance(value, float) and abs(value) > LARGEST:
+        raise ValueError(f"at most {LARGEST:g}")
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    if kind is int and number and isinstance(value, int):
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
         return value
     if kind in (bool, str) and isinstance(value, kind):
         return value
@@ -109,10 +112,5 @@ def _converted(kind: Any, value: Any) -> Any:
         texts = [value] if isinstance(value, str) else value
         if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
             return tuple(texts)
-    names = {
-        float: f"a number below {LARGEST:g}",
-        int: f"a whole number below {LARGEST:g}",
-        bool: "true or false",
-        str: "a text",
-    }
+    names = {float: "a number", int: "a whole number", bool: "true or false", str: "a text"}
     raise ValueError(names.get(kind, "a list of texts"))
