@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint format bench docs world world-check clean
+.PHONY: demo test fuzz lint format bench docs world world-check clean
 
 demo: $(VENV)/.ready
 	@echo "demo: patches a small model that knows the world of 2018 with what has changed since"
@@ -15,6 +15,10 @@ test: $(VENV)/.ready-dev
 	@$(BIN)/pytest -n 2 --dist loadfile
 	@echo "test: running the GPU kernels in Triton's interpreter"
 	@TRITON_INTERPRET=1 $(BIN)/pytest tests/test_kernels.py || [ $$? -eq 5 ] # no tests are found on systems without Triton
+
+# Reads 100,000 random and damaged files: only the package's own errors may come out.
+fuzz: $(VENV)/.ready-dev
+	FACTPATCH_FUZZ=100000 $(BIN)/pytest tests/test_fuzz.py
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check src tests tools docs

@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from conftest import QUESTIONS, Ran, loud_editor
+from samples import texts
 
 from factpatch.cli import common
 from factpatch.editors import Looped
@@ -353,3 +354,29 @@ def test_an_interrupted_command_says_how_to_resume_only_if_it_can(
     stopped = run(command)
     assert stopped.code == 130
     assert stopped.err == ("stopped; rerun the same command to resume\n" if resumes else "stopped\n")
+
+
+def test_a_fact_that_is_already_true_is_named_by_its_line(edit, home: Path, tmp_path: Path, monkeypatch) -> None:
+    """The facts before it are predicted in batches, and none of those that follow; with --skip-bad, in batches too."""
+    monkeypatch.setattr("factpatch.cli.edit.PREDICTED_AT_ONCE", 4)
+    model = load_model(home / "model", "cpu")
+    lines = [{"input": x, "target": model.candidates([x], 2)[0][1]} for x in texts(11)]
+    lines[5]["target"] = model.predict([lines[5]["input"]])[0]
+    facts = tmp_path / "facts.jsonl"
+    facts.write_text("\n".join(json.dumps(line) for line in lines))
+    asked: list[int] = []
+    predict = TaskModel.predict
+
+    def counted(self: TaskModel, inputs: Sequence[str], cut: bool = False) -> list[str]:
+        asked.append(len(inputs))
+        return predict(self, inputs, cut)
+
+    monkeypatch.setattr(TaskModel, "predict", counted)
+    refused = edit("--facts", facts)
+    assert refused.code == 1
+    assert "facts.jsonl, line 6: the model already says" in refused.err
+    assert asked == [4, 4]
+    asked.clear()
+    result = edit("--facts", facts, "--skip-bad", "--keep-failed", "--json").json
+    assert (result["bad"], len(result["edits"])) == (1, 10)
+    assert asked[:3] == [4, 4, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from conftest import Ran, assert_untouched, loud_editor, weights_of
 from processes import run_in_two_processes
 from safetensors import safe_open
 from safetensors.torch import load_file
-from samples import answerer, fact_checker, read_lines, revisions, write_revisions
+from samples import answerer, fact_checker, read_lines, revisions, write_lines, write_revisions
 
 from factpatch.constraints import kl
 from factpatch.data.revisions import Provenance, edit_of, editable
@@ -339,3 +340,31 @@ def test_the_command_explains_its_figures(world: dict[str, Any], tmp_path: Path,
         "6 edits on 4 control",
     ):
         assert text in shown
+
+
+def test_a_run_is_known_by_the_content_of_its_files(
+    world: dict[str, Any], tmp_path: Path, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other names for the same files resume a run, and other content under the same name does not."""
+    files = world["classify"]
+    for name in ("model", "editor"):
+        shutil.copytree(files[name], tmp_path / name)
+    shutil.copy(files["data"], tmp_path / "data.jsonl")
+    monkeypatch.chdir(tmp_path)
+
+    def results(prefix: str) -> Ran:
+        given = [value for name in ("model", "editor") for value in (f"--{name}", prefix + name)]
+        options = ("--edits", 3, "--retain", 5, "--together", "2", "--device", "cpu", "--json")
+        return run("evaluate", *given, "--data", f"{prefix}data.jsonl", "--output", "results", *options)
+
+    first = results("").json
+    before = (tmp_path / "results" / "summary.json").read_bytes()
+    assert results("./").json == first, "the same time, too: nothing was measured again"
+    assert results(f"{tmp_path}/").json == first
+    assert (tmp_path / "results" / "summary.json").read_bytes() == before
+
+    lines = read_lines(tmp_path / "data.jsonl")
+    write_lines(tmp_path / "data.jsonl", lines[:-1])
+    refused = results("")
+    assert refused.code == 1
+    assert "holds other results (different revisions" in refused.err

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from samples import answerer, claims, fact_checker, read_lines, texts, write_lines
 from training_runs import QUICK_FIT
 
-from factpatch.errors import FileError, InputError
+from factpatch.errors import FileError, InputError, ModelError
+from factpatch.models import load_model
 from factpatch.training import Fit, FitConfig
 from factpatch.training.run import STOPPING
 
@@ -175,3 +176,35 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
                 continue  # attention does not depend on it: its gradient is rounding noise, which AdamW blows up
             torch.testing.assert_close(after[name], tensor, rtol=1e-4, atol=1e-5)
         assert any((after[name] - tensor).abs().max() > 1e-3 for name, tensor in before.items()), "it has learnt"
+
+
+@pytest.mark.parametrize("last", ["nothing", "config.json", "tokenizer.json"])
+def test_a_kill_in_the_final_save(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, last: str
+) -> None:
+    """Whatever file was put in place last, the run can be resumed, and until then no command accepts the model."""
+    train = write_lines(tmp_path / "train.jsonl", claims(40))
+    config = FitConfig(**{**QUICK_FIT, "steps": 5})
+    replace = os.replace
+
+    def replace_and_die(old: Path, new: Path) -> None:
+        if last == "nothing":
+            raise Dead
+        replace(old, new)
+        if Path(new).name == last:
+            raise Dead
+
+    with monkeypatch.context() as patched, pytest.raises(Dead):
+        patched.setattr(os, "replace", replace_and_die)
+        Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)
+    with pytest.raises(ModelError, match="is not finished; resume it with --resume"):
+        load_model(tmp_path / "run", "cpu")
+    with pytest.raises(FileError, match="resume its run with --resume"):
+        Fit(config, str(base), tmp_path / "run", device="cpu")
+    Fit(config, str(base), tmp_path / "run", resume=True, device="cpu").run(train, None)
+    Fit(config, str(base), tmp_path / "whole", device="cpu").run(train, None)
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+    assert sorted(os.listdir(tmp_path / "run")) == sorted(os.listdir(tmp_path / "whole"))
+    assert load_model(tmp_path / "run", "cpu").predict(texts(3)) == load_model(tmp_path / "whole", "cpu").predict(
+        texts(3)
+    )

@@ -20,6 +20,7 @@ from transformers import (
     T5GemmaForConditionalGeneration,
 )
 
+from factpatch import models
 from factpatch.device import find_device, idle_cores, use_free_cores
 from factpatch.errors import DeviceError, FileError, InputError, ModelError
 from factpatch.facts import FactEdit
@@ -377,3 +378,29 @@ def test_an_aligned_head_is_stored_as_it_was() -> None:
     assert torch.equal(head(x), before)
     assert torch.equal(fill(head.weight)[:21], head.weight)
     assert fill(head.bias).shape == (24,)
+
+
+@pytest.mark.parametrize("name", ["runs/fever", "hub:", "hub:a/b/c", "hub:../m"])
+def test_a_missing_folder_is_not_looked_up_on_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("looked up"))
+    with pytest.raises(ModelError, match=r"expected a model folder|is not a name on the hub"):
+        load_model(name)
+
+
+@pytest.mark.parametrize("name", ["bert-tiny", "ada/bert", "hub:bert-tiny", "hub:ada/bert"])
+def test_names_that_are_looked_up_on_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def look_up(source: str, **_: object) -> None:
+        asked.append(source)
+        raise OSError("offline")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models.AutoConfig, "from_pretrained", look_up)
+    with pytest.raises(ModelError, match="the hub has no such model"):
+        load_model(name)
+    assert asked == [name.removeprefix("hub:")]

@@ -135,12 +135,12 @@ def test_a_run_resumes_where_it_stopped(round_trip: RoundTrip, tmp_path: Path, m
     source = write_lines(tmp_path / "in.jsonl", [{"input": text} for text in texts(7, longest=5)])
     paraphrase(round_trip, source, tmp_path / "whole.jsonl")
     output = tmp_path / "out.jsonl"
-    output.write_text("old")
+    output.write_text('{"rephrases": []}')
     with monkeypatch.context() as patched:
         patched.setattr(round_trip, "paraphrases", Translated(round_trip, fail_at=3))
         with pytest.raises(RuntimeError):
             paraphrase(round_trip, source, output)
-    assert output.read_text() == "old"
+    assert output.read_text() == '{"rephrases": []}'
 
     rest = Translated(round_trip)
     progress: list[int] = []

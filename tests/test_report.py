@@ -186,3 +186,17 @@ def test_the_recorded_run_is_drawn(tmp_path: Path) -> None:
     shutil.copy(recorded, folder / "metrics.jsonl")
     report([folder], tmp_path / "out", None, 0, True)
     assert imread(tmp_path / "out" / "curves-fc.png").shape[1] > 400
+
+
+def test_control_characters_in_labels_do_not_break_svg(tmp_path: Path) -> None:
+    from xml.etree import ElementTree
+
+    from factpatch.report.canvas import new_figure, write_figures
+
+    def draw():
+        figure = new_figure(2)
+        figure.subplots().set_title("a\x1bb\x00c\x07")
+        return figure
+
+    write_figures({"one": draw}, tmp_path)
+    ElementTree.parse(tmp_path / "one.svg")

@@ -192,10 +192,10 @@ def test_bad_records_are_named_or_skipped(
     assert str(caught.value).startswith(f"{source}, line 4: ")
     assert reason in str(caught.value)
     assert not output.exists()
-    output.write_text("old")
+    output.write_text('{"provenance": []}')
     with pytest.raises(InputError):
         revise(checker, source, output)
-    assert output.read_text() == "old"
+    assert output.read_text() == '{"provenance": []}'
     result = revise(checker, source, output, skip_bad=True)
     assert (result["records"], result["kept"], result["bad"]) == (4, 3, 1)
     assert len(read_after_provenance(output)) == 3
@@ -257,10 +257,10 @@ def test_the_first_chunks_are_small(checker: TaskModel, tmp_path: Path) -> None:
 
 def test_an_empty_file_leaves_the_old_revisions(checker: TaskModel, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("")
-    (tmp_path / "out.jsonl").write_text("old")
+    (tmp_path / "out.jsonl").write_text('{"provenance": []}')
     with pytest.raises(InputError, match="expected at least one record, found none"):
         revise(checker, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
-    assert (tmp_path / "out.jsonl").read_text() == "old"
+    assert (tmp_path / "out.jsonl").read_text() == '{"provenance": []}'
 
 
 def test_neighbours_and_subjects_are_kept(model: TaskModel, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from factpatch.data.revise import revise, revise_records
 from factpatch.errors import FileError
 from factpatch.models import TaskModel, load_model
 
+OLD = '{"provenance": "of an older run"}\n'
+
 KILLED = """
 import sys, time
 from factpatch.data import revise as revise_module
@@ -122,11 +124,11 @@ def test_a_failed_run_leaves_the_old_file_and_can_be_resumed(
     checker: TaskModel, source: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out.jsonl"
-    output.write_text("old")
+    output.write_text(OLD)
     monkeypatch.setattr(revise_module, "revise_records", Revised(fail_at=4))
     with pytest.raises(RuntimeError):
         revise(checker, source, output)
-    assert output.read_text() == "old"
+    assert output.read_text() == OLD
 
     rest = Revised()
     progress: list[int] = []
@@ -143,7 +145,7 @@ def test_a_full_disk_half_way(
     checker: TaskModel, source: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out.jsonl"
-    output.write_text("old")
+    output.write_text(OLD)
     calls: list[int] = []
 
     def full(handle: int) -> None:
@@ -155,7 +157,7 @@ def test_a_full_disk_half_way(
         patched.setattr(os, "fsync", full)
         with pytest.raises(FileError, match=r"cannot write .*out.jsonl: No space left on device"):
             revise(checker, source, output)
-    assert output.read_text() == "old"
+    assert output.read_text() == OLD
     assert revise(checker, source, output)["kept"] == 30
     assert output.read_bytes() == whole
 

@@ -79,11 +79,11 @@ Delta = LowRank | Dense
 
 def from_tensors(tensors: dict[str, Tensor]) -> Delta:
     """The inverse of `.tensors`. Raises a ValueError if the tensors are not a change of one weight."""
-    if tensors.keys() == {"delta"} and tensors["delta"].dim() == 2:
+    if tensors.keys() == {"delta"} and tensors["delta"].dim() == 2 and tensors["delta"].numel():
         return Dense(tensors["delta"])
     if tensors.keys() == {"A", "B"}:
         A, B = tensors["A"], tensors["B"]
-        if A.dim() == B.dim() == 2 and len(A) == len(B):
+        if A.dim() == B.dim() == 2 and len(A) == len(B) and A.shape[1] and B.shape[1]:
             return LowRank(A, B)
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     raise ValueError(f"expected factors A and B or a dense delta, found {shapes}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from factpatch.errors import InputError
-from factpatch.jsonl import read_jsonl, required_text
+from factpatch.jsonl import read_numbered, required_text
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,20 @@ class FactEdit:
     a: str
     y: str | None = None
     subject: str | None = None  # the part of x that names what the fact is about, if it is known
+
+    @classmethod
+    def from_dict(cls, found: Any) -> FactEdit:
+        """The inverse of `to_dict`. Anything else raises a ValueError."""
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an edit, found {type(found).__name__}")
+        for key, value in found.items():
+            if not isinstance(value, str) and not (value is None and key in ("y", "subject")):
+                raise ValueError(f"expected a text in {key!r} of an edit, found {type(value).__name__}")
+            (value or "").encode()  # raises a ValueError for half of a surrogate pair
+        try:
+            return cls(**found)
+        except TypeError as error:
+            raise ValueError(f"expected an edit, found other keys: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "subject" or value is not None}
@@ -56,8 +70,14 @@ def same(a: str, b: str) -> bool:
 
 def read_edits(path: str | Path, skip_bad: bool = False) -> tuple[list[FactEdit], int]:
     """Reads facts to edit, one `{"input": ..., "target": ...}` per line. Also returns the number of skipped lines."""
+    edits, bad = read_numbered_edits(path, skip_bad)
+    return [edit for _, edit in edits], bad
+
+
+def read_numbered_edits(path: str | Path, skip_bad: bool = False) -> tuple[list[tuple[str, FactEdit]], int]:
+    """Reads facts like `read_edits`, each with its position, such as "facts.jsonl, line 3"."""
     bad: list[str] = []
-    edits = list(read_jsonl(path, _parse_edit, bad.append if skip_bad else None))
+    edits = list(read_numbered(path, _parse_edit, bad.append if skip_bad else None))
     if not edits:
         raise InputError(
             f'{path}: expected at least one fact, found none; write one {{"input": ..., "target": ...}} per line'

@@ -1,11 +1,15 @@
 """Writing files and folders atomically: a crash leaves either the old content or the new one."""
 
+import glob
 import hashlib
+import json
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from factpatch.errors import FileError
 
+ABANDONED_SECONDS = 24 * 3600  # age at which a scratch file belongs to a process that was killed
 PROBE = ".factpatch-"  # prefix of the files that `check_writable` creates and removes
 
 
@@ -22,12 +27,13 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     path = checked_target(path)
     with as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        _sweep(path.parent, _scratch_prefix(path))
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_scratch_prefix(path))
         os.close(handle)
         scratch = Path(name)
         try:
             yield scratch
-            _sync(scratch)
+            _sync(scratch, path)
             os.replace(scratch, path)
         finally:
             scratch.unlink(missing_ok=True)
@@ -41,11 +47,13 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     files would be lost.
     """
     path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise FileError(f"expected a folder to write, found a file at {path}; name a folder")
     with as_file_errors(path):
+        path = _resolved(path)
+        if path.exists() and not path.is_dir():
+            raise FileError(f"expected a folder to write, found a file at {path}; name a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        _sweep(path.parent, _scratch_prefix(path))
+        scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=_scratch_prefix(path)))
         try:
             yield scratch
             for file in scratch.rglob("*"):
@@ -67,12 +75,13 @@ def files_into(folder: str | Path) -> Iterator[Path]:
     folder = Path(folder)
     with as_file_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder, ".new.")
         scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".new."))
         try:
             yield scratch
             files = sorted(scratch.iterdir())
             for file in files:
-                _sync(file)
+                _sync(file, folder / file.name)
             _move_files(files, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -92,14 +101,26 @@ def _move_files(files: list[Path], folder: Path) -> None:
             ) from error
 
 
+def sort_metadata(path: Path) -> None:
+    """Sorts the metadata in the header of a safetensors file, which otherwise has a random order in each process."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        content = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(content) <= size:  # the tensors follow and keep their place
+            file.seek(8)
+            file.write(content.ljust(size))
+
+
 def read_safetensors(path: str | Path, kind: str, form: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Reads the metadata and the tensors of one of our files, whose metadata must name the format `form`.
 
     `kind` says in errors what was expected, such as "patch".
     """
-    if Path(path).is_dir():
-        raise FileError(f"expected a {kind} file, found a folder at {path}; name the file")
     try:
+        if Path(path).is_dir():
+            raise FileError(f"expected a {kind} file, found a folder at {path}; name the file")
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
@@ -116,6 +137,8 @@ def check_writable(path: str | Path) -> None:
     """Raises the error that writing to `path` would raise, before long work rather than after it."""
     path = Path(path)
     with as_file_errors(path):
+        if not path.is_dir():
+            checked_target(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path if path.is_dir() else path.parent, prefix=PROBE).close()
 
@@ -129,11 +152,34 @@ def refuse_gz(path: str | Path) -> None:
 def checked_target(path: str | Path) -> Path:
     """The path to write to, with links resolved. A folder, a device or a pipe raises a FileError."""
     path = Path(path)
-    if path.is_dir():
-        raise FileError(f"expected a file to write, found a folder at {path}; name a file")
-    if path.exists() and not path.is_file():
-        raise FileError(f"expected a file to write, found a device or a pipe at {path}; name a file")
-    return path.resolve() if path.is_symlink() else path
+    with as_file_errors(path):
+        if path.is_dir():
+            raise FileError(f"expected a file to write, found a folder at {path}; name a file")
+        found = _resolved(path)
+        if path.exists() and not (path.is_file() and found.exists()):  # /dev/stdout can be a file without a name
+            raise FileError(f"expected a file to write, found a device or a pipe at {path}; name a file")
+        return found
+
+
+def _resolved(path: Path) -> Path:
+    """The path behind a link; other paths as they are."""
+    try:
+        return path.resolve() if path.is_symlink() else path
+    except RuntimeError:
+        raise FileError(f"cannot write {path}: it is a link that leads back to itself; name another path") from None
+
+
+def _scratch_prefix(path: Path) -> str:
+    """How the names of scratch files for a path begin. Names have at most 255 bytes, and a character at most four."""
+    return f".{path.name[:50]}."
+
+
+def _sweep(folder: Path, prefix: str) -> None:
+    """Removes scratch files that a killed process left. Recent ones are kept: another process may be writing them."""
+    for left in folder.glob(f"{glob.escape(prefix)}????????"):
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink()
 
 
 def _refuse_foreign_files(folder: Path, ours: set[str]) -> None:
@@ -178,11 +224,15 @@ def as_file_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _sync(path: Path) -> None:
-    """Flushes a file to the disk and gives it the permissions of a new file; some libraries create private ones."""
+def _sync(path: Path, target: Path | None = None) -> None:
+    """Flushes a file to the disk and gives it the permissions of its target or, if there is none, of a new file.
+
+    Some libraries create private files.
+    """
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    path.chmod(0o666 & ~_umask())
+    replaced = target is not None and target.is_file()
+    path.chmod(stat.S_IMODE(target.stat().st_mode) & 0o777 if target and replaced else 0o666 & ~_umask())
 
 
 def _umask() -> int:

@@ -14,6 +14,9 @@ from factpatch.errors import FileError, InputError
 
 T = TypeVar("T")
 
+# In bytes, after unpacking. A few kilobytes of gzip can unpack to gigabytes, which would fill the memory.
+MAX_LINE = 64 << 20
+MAX_ARRAY = 512 << 20
 GZIP = b"\x1f\x8b"  # the first two bytes of every gzip file
 
 
@@ -25,17 +28,26 @@ def read_jsonl(
     A bad record raises an InputError that names its line. With `on_bad`, bad records are skipped instead, and
     `on_bad` is called with the message.
     """
+    return (record for _, record in read_numbered(path, parse, on_bad))
+
+
+def read_numbered(
+    path: str | Path, parse: Callable[[dict[str, Any]], T], on_bad: Callable[[str], object] | None = None
+) -> Iterator[tuple[str, T]]:
+    """Streams records like `read_jsonl`, each with its position, such as "facts.jsonl, line 3"."""
     path = Path(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             for position, content in _pieces(file, path):
                 try:
-                    yield parse(_decode(content))
+                    record = parse(_decode(content))
                 except InputError as error:
                     message = f"{path}, {position}: {error}"
                     if on_bad is None:
                         raise InputError(f"{message}; fix it, or skip bad records with --skip-bad") from None
                     on_bad(message)
+                else:
+                    yield f"{path}, {position}", record
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise FileError(f"cannot read {path}: {reason}; expected a JSON lines file, plain or .gz") from error
@@ -44,17 +56,20 @@ def read_jsonl(
 def _pieces(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
     """Yields each record's position, such as "line 3", and its bytes; for a JSON array, the decoded record."""
     first = True
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(_lines(file), start=1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if number == 1 and line.startswith(GZIP):
             raise FileError(
                 f"cannot read {path}: expected JSON lines, found gzip; rename the file so that it ends in .gz"
             )
-        if not line.strip():
+        if len(line) <= MAX_LINE and not line.strip():
             continue
         if first and line.lstrip().startswith(b"["):
+            line += file.read(MAX_ARRAY - len(line) + 1)
+            if len(line) > MAX_ARRAY:
+                raise InputError(f"{path}: the JSON array has more than {MAX_ARRAY:,} bytes; write one record per line")
             try:
-                array = json.loads(b"\n" * (number - 1) + line + file.read())
+                array = json.loads(b"\n" * (number - 1) + line)
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{path}: expected JSON lines or a JSON array, found a damaged one: {error}") from None
             yield from ((f"record {i}", record) for i, record in enumerate(array, start=1))
@@ -63,7 +78,17 @@ def _pieces(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes | dict[str
         first = False
 
 
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yields the lines of a file. Of a line that is too long, only slightly more than MAX_LINE bytes are read."""
+    while line := file.readline(MAX_LINE + 1):
+        yield line
+        while len(line) > MAX_LINE and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE + 1)  # skips the rest
+
+
 def _decode(content: bytes | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(content, bytes) and len(content) > MAX_LINE:
+        raise InputError(f"expected at most {MAX_LINE:,} bytes, found more")
     try:
         record = json.loads(content.decode("utf-8").rstrip("\r\n")) if isinstance(content, bytes) else content
     except UnicodeDecodeError as error:

@@ -144,12 +144,13 @@ def _ridges(model: TaskModel, ridge: float | Mapping[str, float] | None) -> dict
 @contextmanager
 def unpatched(model: TaskModel) -> Iterator[None]:
     """Reverts all patches of the model for a `with` block and applies them again afterwards."""
-    applied = model.patches
-    set_patches(model, [])
-    try:
-        yield
-    finally:
-        set_patches(model, applied)
+    with model.lock:
+        applied = model.patches
+        set_patches(model, [])
+        try:
+            yield
+        finally:
+            set_patches(model, applied)
 
 
 # The smallest sufficient patch

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -26,9 +28,10 @@ from factpatch.deltas import Delta, add, from_tensors, stack
 from factpatch.errors import FileError, MismatchError
 from factpatch.export import Adapter
 from factpatch.facts import FactEdit
-from factpatch.files import atomic_file, read_safetensors
+from factpatch.files import atomic_file, read_safetensors, sort_metadata
 
 FORMAT = "factpatch-patch-1"
+PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Patchable(Protocol):
@@ -38,6 +41,7 @@ class Patchable(Protocol):
     layers: Mapping[str, nn.Module]  # editable layers by weight name
     patches: list[Patch]  # currently applied, in order
     originals: dict[str, Tensor]  # unpatched weights of the layers that these patches change
+    lock: AbstractContextManager[Any]  # held by the thread that uses the model
 
     @property
     def fingerprint(self) -> str: ...
@@ -106,27 +110,33 @@ class Patch:
 
     def apply(self, model: Model) -> Model:
         """Adds the patch to the model's weights. Applied patches can be reverted in any order."""
-        self.check_fits(model)
-        set_patches(model, [*model.patches, self])
+        with model.lock:
+            self.check_fits(model)
+            set_patches(model, [*model.patches, self])
         return model
 
     def revert(self, model: Model) -> Model:
         """Removes the patch; the weights are then bit for bit as if it had never been applied."""
-        applied = [i for i, patch in enumerate(model.patches) if patch == self]
-        if not applied:
-            raise MismatchError("this patch is not applied to the model, so it cannot be reverted")
-        last = applied[-1]
-        set_patches(model, model.patches[:last] + model.patches[last + 1 :])
+        with model.lock:
+            applied = [i for i, patch in enumerate(model.patches) if patch == self]
+            if not applied:
+                raise MismatchError("this patch is not applied to the model, so it cannot be reverted")
+            last = applied[-1]
+            set_patches(model, model.patches[:last] + model.patches[last + 1 :])
         return model
 
     @contextmanager
     def applied(self, model: Model) -> Iterator[Model]:
-        """Applies the patch for the duration of a `with` block and reverts it afterwards, also after an error."""
-        self.apply(model)
-        try:
-            yield model
-        finally:
-            self.revert(model)
+        """Applies the patch for the duration of a `with` block and reverts it afterwards, also after an error.
+
+        Other threads that use the model wait until the block ends.
+        """
+        with model.lock:
+            self.apply(model)
+            try:
+                yield model
+            finally:
+                self.revert(model)
 
     def check_fits(self, model: Patchable) -> None:
         """Raises a MismatchError if the patch was made for another model."""
@@ -149,6 +159,7 @@ class Patch:
         """Writes one safetensors file with the edits, the base's fingerprint and a checksum in its metadata."""
         with atomic_file(path) as scratch:
             save_file(self.tensors(), scratch, metadata={**self._metadata(), "checksum": self._checksum})
+            sort_metadata(scratch)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of all tensors on the CPU, by the names that they have in a file."""
@@ -183,19 +194,21 @@ class Patch:
     def load(cls, path: str | Path) -> Patch:
         """Reads a patch file, or the patch of a name such as hub:ada/facts. A damaged file raises a FileError."""
         path = hub.locate(path, hub.PATCH)
-        if (path / hub.PATCH).is_file():  # the folder of a shared patch
+        if os.path.isfile(path / hub.PATCH):  # the folder of a shared patch
             path /= hub.PATCH
         metadata, tensors = read_safetensors(path, "patch", FORMAT)
         if metadata.pop("checksum", None) != checksum(metadata, tensors):
             raise FileError(f"{path} is damaged: its checksum does not match its content; make the patch again")
         try:
-            edits = tuple(FactEdit(**edit) for edit in json.loads(metadata["edits"]))
+            edits = tuple(map(FactEdit.from_dict, json.loads(metadata["edits"])))
             ridge = {name: float(value) for name, value in json.loads(metadata.get("ridge", "{}")).items()}
+            if not all(map(math.isfinite, ridge.values())):
+                raise ValueError("its ridge is not finite")
             for key, tensor in tensors.items():
-                if not tensor.is_floating_point() or not tensor.isfinite().all():
+                if tensor.dtype not in PRECISIONS or not tensor.isfinite().all():
                     raise ValueError(f"{key} holds values that are not finite numbers")
             return cls(deltas_from(tensors), metadata["base"], metadata["method"], edits, ridge)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise FileError(f"{path} does not hold a complete patch ({error}); make the patch again") from error
 
 
@@ -269,8 +282,12 @@ def set_patches(model: Patchable, patches: list[Patch]) -> None:
     """Sets the weights to the originals plus these patches in order. If that fails, the weights stay as they were."""
     before = model.patches
     names = _changed([*before, *patches])
+    extends = len(patches) > len(before) and all(a is b for a, b in zip(before, patches, strict=False))
     try:
-        _write_weights(model, names, patches)
+        if extends:
+            _write_weights(model, _changed(patches[len(before) :]), patches, done=len(before))
+        else:
+            _write_weights(model, names, patches)
         model.patches = patches
     except BaseException:
         _write_weights(model, names, before)
@@ -281,22 +298,30 @@ def set_patches(model: Patchable, patches: list[Patch]) -> None:
 
 
 @torch.no_grad()
-def _write_weights(model: Patchable, names: Iterable[str], patches: list[Patch]) -> None:
+def _write_weights(model: Patchable, names: Iterable[str], patches: list[Patch], done: int = 0) -> None:
+    """Sets the weights with these names. The first `done` patches are part of the current weights already."""
     for name in names:
         layer = model.layers[name]
         weight = _weight(layer)
         if name not in model.originals:
             model.originals[name] = weight.detach().clone()
         # The model may have been moved to another device or precision since the original was copied.
-        original = model.originals[name] = model.originals[name].to(weight)
-        changes = [patch.deltas[name].dense().to(weight.device) for patch in patches if name in patch.deltas]
+        kept = model.originals[name]
+        moved = (kept.dtype, kept.device) != (weight.dtype, weight.device)
+        original = model.originals[name] = kept.to(weight)
+        # Adding to a weight that is stored without rounding gives the same bits as adding all changes again.
+        exact = not moved and weight.dtype in (torch.float32, torch.float64)
+        start, more = (weight, patches[done:]) if exact and done else (original, patches)
+        changes = [patch.deltas[name].dense().to(weight.device) for patch in more if name in patch.deltas]
         if not changes:
             weight.copy_(original)
             continue
-        total = original.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        total = start.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
         for change in changes:
             total += change if isinstance(layer, nn.Linear) else change.mT
         weight.copy_(total)
+        if not weight.is_meta and not weight.isfinite().all():
+            raise MismatchError(f"the patch is too large: it makes {name} not finite; make the patch again")
 
 
 def _changed(patches: list[Patch]) -> set[str]:
@@ -314,5 +339,5 @@ def checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

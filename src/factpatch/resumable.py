@@ -1,6 +1,7 @@
 """Files of lines that a long run writes chunk by chunk and can resume after a crash."""
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from weakref import WeakValueDictionary, finalize
 
 from factpatch.errors import FileError
 from factpatch.files import as_file_errors, atomic_file, checked_target, refuse_gz
+from factpatch.jsonl import MAX_LINE
 
 
 class ResumableLines:
@@ -24,26 +26,33 @@ class ResumableLines:
     run with other settings starts from scratch. `header` is an optional first line of the finished file, which is not
     counted as a line. `seconds` is the total time, including that of interrupted runs.
 
+    With `key`, an existing file is replaced only if its first line is a JSON object with this key: a file that another
+    program or command wrote is not overwritten.
+
     The part file is locked, so that two processes cannot write the same output. Within one process, a new object
     replaces an older one for the same path, whose next write then fails.
     """
 
     _open: ClassVar[WeakValueDictionary[Path, Self]] = WeakValueDictionary()
 
-    def __init__(self, path: str | Path, settings: dict[str, Any], chunk: int, header: str | None = None):
+    def __init__(
+        self, path: str | Path, settings: dict[str, Any], chunk: int, header: str | None = None, key: str | None = None
+    ):
         self.path = checked_target(path)
         self.chunk = chunk
         self.header = header
-        self.part = self.path.with_name(f".{self.path.name}.part")
-        self._time = self.path.with_name(f".{self.path.name}.part.seconds")
+        self.part = self.path.with_name(f".{_short(self.path.name)}.part")
+        self._time = self.path.with_name(f"{self.part.name}.seconds")
         refuse_gz(self.path)
+        if key is not None:
+            refuse_other_lines(self.path, key)
         run = json.dumps({"run": {**settings, "chunk": chunk}, "header": header}, sort_keys=True)
         with as_file_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._locked()
             finalize(self, self._file.close)  # a run that fails releases the lock
             self.done = self._resume(run.encode() + b"\n")
-            spent = self._time.read_text() if self.done and self._time.exists() else ""
+            spent = self._time.read_text() if self.done and self._time.is_file() else ""
         self._begin = time.perf_counter() - float(spent or 0)
 
     def seconds(self) -> float:
@@ -55,7 +64,7 @@ class ResumableLines:
         if (older := self._open.get(key)) is not None:
             older._file.close()
         while True:
-            file = self.part.open("ab")
+            file = open(self.part, "ab", opener=_without_links)  # noqa: SIM115 (stays open)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -64,7 +73,7 @@ class ResumableLines:
             except OSError:
                 pass  # a file system without locks
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), self.part.stat()):
+                if os.path.samestat(os.fstat(file.fileno()), self.part.lstat()):
                     self._open[key] = self
                     return file
             file.close()  # another run has just finished and removed this part file
@@ -112,7 +121,8 @@ class ResumableLines:
             self._file.write("".join(f"{line}\n" for line in lines).encode())
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._time.write_text(f"{self.seconds():.3f}")
+            with open(self._time, "w", opener=_without_links) as file:
+                file.write(f"{self.seconds():.3f}")
 
     def finish(self) -> None:
         """Writes the header and all lines to `path` and removes the part file."""
@@ -127,3 +137,27 @@ class ResumableLines:
             self.part.unlink(missing_ok=True)
             self._time.unlink(missing_ok=True)
         self._file.close()
+
+
+def _without_links(path: str, flags: int) -> int:
+    """Opens a file, but not through a link: in a shared folder, another user could have put one there."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _short(name: str) -> str:
+    """The name, or a short one made from it if a longer name for the part file would not be possible."""
+    return name if len(os.fsencode(name)) < 240 else f"{name[:40]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
+
+
+def refuse_other_lines(path: Path, key: str) -> None:
+    """Raises a FileError if there is a file whose first line is not a JSON object with this key; it may be empty."""
+    if not path.exists():
+        return
+    with as_file_errors(path), path.open("rb") as file:
+        first = file.readline(MAX_LINE)
+    try:
+        found = json.loads(first or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or (first and key not in found):
+        raise FileError(f"{path} is not a file that this command wrote, so it is not replaced; choose another --output")

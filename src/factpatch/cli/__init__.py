@@ -26,7 +26,7 @@ from factpatch.cli import (
     split,
     train,
 )
-from factpatch.cli.common import is_main_process
+from factpatch.cli.common import is_main_process, printable
 from factpatch.errors import FactpatchError
 
 NO_MEMORY = "out of memory; stop other processes, use a smaller model or, if the GPU's memory is full, --device cpu"
@@ -69,15 +69,23 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
         raise typer.Exit
 
 
+def _is_text(argument: str) -> bool:
+    """Whether an argument is Unicode: Python decodes other bytes to half surrogate pairs."""
+    return not any(0xD800 <= ord(character) < 0xE000 for character in argument)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits: with 1 and one line on stderr after a known error, with 2 after wrong usage."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if wrong := next((argument for argument in arguments if not _is_text(argument)), None):
+        print(f"error: expected UTF-8 in the arguments, found {wrong!a}", file=sys.stderr)
+        sys.exit(2)
     try:
         app(args=arguments)
     except FactpatchError as error:
         # Under `accelerate launch`, an error may occur in one process only, so its message names the process.
         where = "" if is_main_process() else f" (process {os.environ['RANK']})"
-        print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
+        print(f"error: {' '.join(printable(str(error)).split())}{where}", file=sys.stderr)
         sys.exit(1)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not re.search("out of memory|can't allocate memory", str(error)):

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
-from factpatch.cli.common import Device, Json, Model, Seed, Template, load, prepare, print_json, stdout, working
+from factpatch.cli.common import Device, Json, Model, Seed, Template, escape, load, prepare, print_json, stdout, working
 
 
 def ask(

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from factpatch.errors import FileError
+from factpatch.files import checked_target
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +69,16 @@ EXPLANATIONS = {
 }
 
 
+def escape(text: str) -> str:
+    """Text from a file or a model as rich prints it literally: without markup, and without codes for the terminal."""
+    return escape_markup(printable(text))
+
+
+def printable(text: str) -> str:
+    """Text with control characters, which could move the cursor or hide text, written as \\x1b and the like."""
+    return "".join(f"\\x{ord(c):02x}" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
 def print_json(result: dict[str, Any]) -> None:
     print(json.dumps(result, ensure_ascii=False))
 
@@ -105,6 +117,11 @@ def program() -> str:
 def refuse_used_folder(folder: Path, option: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileError(f"expected a new or empty folder, found {folder} in use; choose another {option}")
+
+
+def refuse_existing_file(file: Path, option: str) -> None:
+    if checked_target(file).exists():
+        raise FileError(f"expected a new file, found that {file} exists; delete it, or choose another {option}")
 
 
 def failed_edit_advice(max_updates: int) -> str:

@@ -10,11 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.markup import escape
 from rich.table import Column, Table
 
 from factpatch.cli import common
-from factpatch.cli.common import MAX_UPDATES, Device, Json, Seed
+from factpatch.cli.common import MAX_UPDATES, Device, Json, Seed, escape
 
 SHOWN = 30  # rows of the table; the JSON result has all
 NARROW = {"ok": 3, "other\nwording": 7, "others\nkept": 6}  # the narrow columns of the table and their widths

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import MAX_UPDATES, Device, Json, MaxUpdates, Model, Seed, SkipBad, Template
+from factpatch.cli.common import MAX_UPDATES, Device, Json, MaxUpdates, Model, Seed, SkipBad, Template, escape
 from factpatch.errors import InputError
-from factpatch.facts import FactEdit, read_edits, same
+from factpatch.facts import FactEdit, read_numbered_edits, same
 from factpatch.files import check_writable
 
 if TYPE_CHECKING:
     from factpatch.editors import EditMethod
     from factpatch.models import TaskModel
+
+
+PREDICTED_AT_ONCE = 256  # facts; a bad one is reported before those after it are predicted
 
 
 def edit(
@@ -52,10 +53,9 @@ def edit(
     """
     if (facts is None) == (input is None) or (input is None) != (target is None):
         raise typer.BadParameter("give either --input and --target, or --facts")
-    edits, bad = read_edits(facts, skip_bad) if facts else ([FactEdit(x=str(input), a=str(target))], 0)
-    if save and facts:
-        common.refuse_used_folder(save, "--save")
+    asked, bad = read_numbered_edits(facts, skip_bad) if facts else ([("", FactEdit(x=str(input), a=str(target)))], 0)
     if save:
+        (common.refuse_used_folder if facts else common.refuse_existing_file)(save, "--save")
         check_writable(save / "patch" if facts else save)
 
     start = time.perf_counter()
@@ -65,7 +65,8 @@ def edit(
         common.prepare(seed)
         task_model = common.load(model, device, template=template)
         method = Looped(load_editor(editor, task_model.device), max_updates)
-        edits, unusable = _usable(task_model, edits, skip_bad)
+    edits = _usable(task_model, asked, skip_bad)
+    bad += len(asked) - len(edits)
 
     def patch_path(number: int, success: bool) -> Path | None:
         if save is None or not (success or keep_failed):
@@ -78,7 +79,7 @@ def edit(
     if not as_json:
         _show(results)
     elif facts:
-        counts = {"success": 1 - failed / len(results), "failed": failed, "bad": bad + unusable}
+        counts = {"success": 1 - failed / len(results), "failed": failed, "bad": bad}
         common.print_json({**counts, "edits": results, "seconds": seconds})
     else:
         common.print_json({**results[0], "seconds": seconds})
@@ -90,20 +91,22 @@ def edit(
         raise typer.Exit(1)
 
 
-def _usable(model: TaskModel, edits: list[FactEdit], skip_bad: bool) -> tuple[list[FactEdit], int]:
-    """Returns the edits with the model's current answers, and how many this model cannot make."""
-    try:
-        return model.resolve(edits), 0
-    except InputError:
-        if not skip_bad:
-            raise
+def _usable(model: TaskModel, asked: list[tuple[str, FactEdit]], skip_bad: bool) -> list[FactEdit]:
+    """Returns the edits that the model can make, with its current answers. Others are errors, or skipped."""
     usable: list[FactEdit] = []
-    for edit in edits:
-        with suppress(InputError):
-            usable += model.resolve([edit])
+    with common.progress_bar("predicting", len(asked)) as advance:
+        for first in range(0, len(asked), PREDICTED_AT_ONCE):
+            part = asked[first : first + PREDICTED_AT_ONCE]
+            for (position, _), found in zip(part, model.resolve_each([edit for _, edit in part]), strict=True):
+                if isinstance(found, FactEdit):
+                    usable.append(found)
+                elif not skip_bad:
+                    advice = f"{position}: {found}; fix it, or skip bad records with --skip-bad"
+                    raise InputError(advice) if position else found
+            advance(len(part))
     if not usable:
-        raise InputError(f"none of the {len(edits)} facts can be edited; leave out --skip-bad to see why")
-    return usable, len(edits) - len(usable)
+        raise InputError(f"none of the {len(asked)} facts can be edited; leave out --skip-bad to see why")
+    return usable
 
 
 def _edit_all(

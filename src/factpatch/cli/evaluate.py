@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad, Template
+from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad, Template, escape
 from factpatch.cli.evaluate_options import check_options, needs_sample, parse_options, parse_sizes
 from factpatch.errors import InputError
-from factpatch.files import check_writable
+from factpatch.files import check_writable, content_hash
 
 if TYPE_CHECKING:
     from factpatch.data.revisions import Revision
@@ -122,7 +121,7 @@ def evaluate(
     check_writable(output)
     with common.working("loading"):
         from factpatch.data.holdout import hash_shuffled
-        from factpatch.data.revisions import load_revisions, teachable
+        from factpatch.data.revisions import hash_revisions, load_revisions, teachable
         from factpatch.device import find_device
         from factpatch.evaluation import COVERED, MergeOptions, Together, count_joint_edits, precise, sampled
         from factpatch.evaluation import evaluate as run
@@ -161,6 +160,8 @@ def evaluate(
         settings |= {"others": others} if others or joint else {}
         settings |= {"scope": scope, "mode": mode, "refine": refine} if joint else {}
         settings |= {"set": options} if options else {}
+        settings |= {"sample_hash": hash_revisions(unused)} if needs_sample(method) else {}
+        settings |= {"scope_hash": content_hash(scope)} if scope else {}
         with common.progress_bar("editing", total) as advance:
             result = run(chosen, task_model, sample, controls, output, settings, advance, joint, tried)
     if not common.is_main_process() or result is None:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed, Template
+from factpatch.cli.common import Device, Json, Model, Seed, Template, escape
 from factpatch.cli.others import ComparedInputs, MaxOthers, Wordings, evenly_spaced, read_wordings
 from factpatch.facts import normalize
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, Template
+from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, Template, escape
 from factpatch.cli.export import Rank, export_adapter, show_export
 from factpatch.cli.merge import MAX_OTHERS, CovarianceFile, Mode, Refine, Ridge, find_covariance
 from factpatch.cli.others import ComparedInputs, MaxOthers, Others, read_others, read_wordings

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.markup import escape
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed, Template
+from factpatch.cli.common import Device, Json, Model, Seed, Template, escape
 from factpatch.cli.others import MaxOthers, Others, read_others
 from factpatch.facts import same
 from factpatch.files import check_writable

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from factpatch.cli import common, export, merge
-from factpatch.cli.common import Device, Json, Model, Seed, Template
+from factpatch.cli.common import Device, Json, Model, Seed, Template, escape
 from factpatch.errors import MismatchError
 from factpatch.facts import same
 
@@ -61,11 +60,11 @@ def show(
     table = Table("weight", "shape", "form", "rank", "norm")
     for layer in layers:
         shape = "×".join(map(str, layer["shape"]))
-        table.add_row(layer["weight"], shape, layer["form"], str(layer["rank"]), f"{layer['norm']:.3g}")
+        table.add_row(escape(layer["weight"]), shape, layer["form"], str(layer["rank"]), f"{layer['norm']:.3g}")
     common.stdout.print(table)
     common.stdout.print(
         f"{len(layers)} weights, rank at most {patch.rank}, norm {summary['norm']:.3g}, {patch.nbytes / 1e6:.2f} MB, "
-        f"made by {patch.method} for weights {patch.base[:12]}"
+        f"made by {escape(patch.method)} for weights {escape(patch.base[:12])}"
     )
 
 

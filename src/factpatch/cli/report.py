@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from factpatch.cli.common import Device, Json, Seed, print_json, stdout, working
+from factpatch.cli.common import Device, Json, Seed, escape, print_json, stdout, working
 from factpatch.files import check_writable
 
 

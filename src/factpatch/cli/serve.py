@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed, Template
+from factpatch.cli.common import Device, Json, Model, Seed, Template, escape
 from factpatch.cli.others import evenly_spaced
 from factpatch.errors import InputError
 

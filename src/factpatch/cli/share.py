@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed, Template
+from factpatch.cli.common import Device, Json, Model, Seed, Template, escape
 from factpatch.cli.export import MAX_OTHERS, control_inputs
 from factpatch.cli.others import ComparedInputs, MaxOthers, read_wordings
 from factpatch.errors import InputError, MismatchError

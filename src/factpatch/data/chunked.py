@@ -30,18 +30,20 @@ def write_in_chunks(
     on_done: Callable[[int], object],
     labels: Collection[str] = (),
     header: str | None = None,
+    key: str | None = None,
 ) -> Counts:
     """Writes the header, if any, and `work(prepare(records))`, one line per record.
 
     Each chunk is read and prepared while the previous one is worked on, so that a GPU does not wait for it. After a
     crash, a run with the same settings resumes after the last complete chunk. It therefore makes the same chunks,
-    and the same lines, as a run without a crash. `on_done` receives the number of records read since its last call.
+    and the same lines, as a run without a crash. An existing file is replaced only if its first line has the `key`.
+    `on_done` receives the number of records read since its last call.
     """
     counts = Counts()
     found = read_records(source, counts, check=check, skip_bad=skip_bad, labels=labels)
     records = ((record, counts.read) for record in found)
     first = list(islice(records, size))  # read before the output is created, so that a bad record leaves no files
-    lines = ResumableLines(output, {**settings, "largest_chunk": size}, 1, header)
+    lines = ResumableLines(output, {**settings, "largest_chunk": size}, 1, header, key)
     records = chain(first, records)
     resumed = 0
     while (end := _chunk_end(resumed, size)) <= lines.done:

@@ -92,6 +92,7 @@ def paraphrase(
         check=lambda record: round_trip.forward.check_input(record.input),
         skip_bad=skip_bad,
         on_done=on_done,
+        key="rephrases",
     )
     numbers = list(read_jsonl(output, lambda record: len(record["rephrases"])))
     return {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from factpatch.data.chunked import write_in_chunks
-from factpatch.data.formats import Record
+from factpatch.data.formats import PROVENANCE, Record
 from factpatch.data.records import refuse_overwriting, source_hash
 from factpatch.data.revisions import Neighbour, Provenance, Revision, read_revisions
 from factpatch.facts import normalize, same
@@ -54,6 +54,7 @@ def revise(
         on_done=on_done,
         labels=labels,
         header=provenance.to_json(),
+        key=PROVENANCE,
     )
     return {**_summary(output), "records": counts.read, "left_out": counts.left_out, "bad": counts.bad}
 

@@ -6,6 +6,7 @@ settings. The predictions are valid for that model only, so the file is refused 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -188,3 +189,9 @@ def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
 def edit_of(revision: Revision) -> FactEdit:
     """Returns the edit from the model's prediction to its most likely alternative."""
     return FactEdit(revision.input, revision.alternatives[0], revision.prediction, revision.subject)
+
+
+def hash_revisions(*parts: Sequence[Revision]) -> str:
+    """Returns the sha256 of lists of revisions."""
+    lines = [[revision.to_json() for revision in part] for part in parts]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()

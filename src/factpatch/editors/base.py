@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, ClassVar, Protocol, Self
 
 from factpatch.data.revisions import Revision
@@ -14,9 +15,18 @@ from factpatch.patch import Patch, stack_patches
 
 
 class EditMethod(Protocol):
-    """The interface of all edit methods. `propose` leaves the model unchanged, even if it raises."""
+    """The interface of all edit methods. `propose` leaves the model unchanged, even if it raises.
+
+    Other threads that use the model wait while a method edits it.
+    """
 
     needs_sample: ClassVar[bool] = False  # whether `calibrated` must be called before the method is used
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("propose", "changes", "propose_together", "calibrated"):
+            if name in vars(cls):
+                setattr(cls, name, _exclusive(vars(cls)[name]))
 
     @property
     def name(self) -> str:
@@ -49,6 +59,17 @@ class EditMethod(Protocol):
     def describe(self, model: TaskModel) -> dict[str, Any]:
         """The settings that distinguish this method from others of the same name, for result files."""
         ...
+
+
+def _exclusive(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps one of an edit method's functions so that it holds the model's lock."""
+
+    @wraps(function)
+    def locked(self: EditMethod, model: TaskModel, *args: Any, **kwargs: Any) -> Any:
+        with model.lock:
+            return function(self, model, *args, **kwargs)
+
+    return locked
 
 
 def check_above_zero(method: EditMethod, *options: str) -> None:

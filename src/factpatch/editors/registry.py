@@ -87,10 +87,10 @@ def load_editor(folder: str | Path, device: str | torch.device = "cpu") -> Train
     try:
         saved = json.loads((place / "config.json").read_text(encoding="utf-8"))
         kind = saved.get("kind", "hyper")  # the first editors did not record it
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise FileError(f"{place} is not an editor's folder: cannot read config.json ({reason})") from error
-    if kind not in METHODS or not METHODS[kind].trainable:
+    if not isinstance(kind, str) or kind not in METHODS or not METHODS[kind].trainable:
         known = ", ".join(name for name, method in METHODS.items() if method.trainable)
         raise FileError(f"{place} holds an editor of the unknown kind {kind!r}; known kinds: {known}")
     return METHODS[kind].load_class().load(place, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -171,6 +171,9 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
                 f"the editor was trained for weights {self.base[:12]}, this model has {model.fingerprint[:12]}; "
                 "load the model it was trained for, or train an editor for this one"
             )
+        for name, shape in self.shapes.items():
+            if name not in model.layers or weight_shape(model.layers[name]) != shape:
+                raise MismatchError(f"the editor changes {name} of shape {shape}, which this model does not have")
 
     # In a folder
 
@@ -190,6 +193,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
             "weights": self.shapes,
         }
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        config["checksum"] = _checksum(config, state)
         save_file(state, folder / "editor.safetensors")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -199,6 +203,10 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         try:
             saved = json.loads((folder / "config.json").read_text())
             stored = load_file(folder / "editor.safetensors", device=str(device))
+            if "checksum" in saved and saved["checksum"] != _checksum(saved, stored):  # the first editors have none
+                raise ValueError("its checksum does not match its content")
+            if not isinstance(saved["base"], str):
+                raise ValueError("its base is not a fingerprint")
             state = {name: tensor.float() for name, tensor in stored.items()}
             config = cls.config_class(**saved["editor"])
             shapes = {name: (out, in_) for name, (out, in_) in saved["weights"].items()}
@@ -208,11 +216,17 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
             if "log_ridge" in state:
                 editor.log_ridge = nn.Parameter(torch.zeros(len(shapes), device="meta"))
             editor.load_state_dict(state, assign=True)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        except Exception as error:  # torch raises many types for sizes and settings that make no sense
             raise FileError(
                 f"no readable editor in {folder} ({reason(error)}); expected config.json and editor.safetensors"
             ) from error
         return editor
+
+
+def _checksum(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
+    """sha256 of an editor's settings and weights."""
+    settings = json.dumps({key: value for key, value in config.items() if key != "checksum"}, sort_keys=True)
+    return hashlib.sha256(f"{settings} {hash_tensors(state)}".encode()).hexdigest()
 
 
 def matching_shapes(model: TaskModel, patterns: Sequence[str]) -> dict[str, tuple[int, int]]:

@@ -11,14 +11,29 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from factpatch.data.revisions import Revision, edit_of
+from factpatch.errors import FileError
+from factpatch.evaluation.details import DETAILS
 from factpatch.evaluation.measure import Examined
 from factpatch.metrics import Outcome, value_names
-from factpatch.resumable import ResumableLines
+from factpatch.resumable import ResumableLines, refuse_other_lines
+
+EDITS, TOGETHER = "edits.jsonl", "together.jsonl"
+KEY = "says"  # every line has it
+
+
+def refuse_other_files(folder: Path) -> None:
+    """Raises a FileError if a run would replace files in its folder that no evaluation has written."""
+    for name in (EDITS, TOGETHER):
+        refuse_other_lines(folder / name, KEY)
+    begun = any((folder / name).exists() for name in (EDITS, f".{EDITS}.part"))
+    for name in DETAILS if not begun else ():
+        if (folder / name).exists():
+            raise FileError(f"{folder / name} is not of an evaluation, so it is not replaced; choose another --output")
 
 
 def open_lines(path: Path, settings: dict[str, Any]) -> ResumableLines | None:
     """Opens a file of lines in the main process; returns None in the others."""
-    return ResumableLines(path, settings, chunk=1) if PartialState().is_main_process else None
+    return ResumableLines(path, settings, chunk=1, key=KEY) if PartialState().is_main_process else None
 
 
 def write_shared(

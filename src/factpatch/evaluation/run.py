@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from factpatch.backends import tensor_core_products
-from factpatch.data.revisions import Revision, edit_of, editable
+from factpatch.data.revisions import Revision, edit_of, editable, hash_revisions
 from factpatch.device import find_dtype, surroundings
 from factpatch.editors import EditMethod
 from factpatch.editors.prompt import FactInPrompt
 from factpatch.errors import FactpatchError, FileError, InputError
 from factpatch.evaluation.details import write_details
-from factpatch.evaluation.lines import edit_line, open_lines, outcome_of, write_shared
+from factpatch.evaluation.lines import EDITS, edit_line, open_lines, outcome_of, refuse_other_files, write_shared
 from factpatch.evaluation.measure import Examined, Examiner, predicted_now
 from factpatch.evaluation.prompted import PromptExaminer
 from factpatch.evaluation.summary import FILE, Conditions, Result, Summary
@@ -88,13 +87,14 @@ def evaluate(
     if finished := from_first(_finished(folder, conditions)):
         on_done(finished.edits + sum(point.result.edits for point in finished.curve))
         return finished if state.is_main_process else None
+    refuse_other_files(folder)
     edits, others = from_first((editable(model, predicted_now(model, edits)), predicted_now(model, others)))
     if not edits:
         raise InputError("nothing to edit: the model already gives every alternative, or cannot give it")
     if together:
         edits = about_different_facts(edits)
         count_joint_edits(len(edits), together.sizes)  # fails now rather than after hours of single edits
-    identity = {**asdict(conditions), "ids": [revision.id for revision in edits]}
+    identity = {**conditions.identity(), "ids": [revision.id for revision in edits]}
     alone = edits[:COVERED] if together else edits
     lines, result = _measure_each(method, model, alone, others, folder, identity, on_done)
     joint: ResumableLines | None = None
@@ -125,7 +125,7 @@ def _measure_each(
     """Measures each edit on its own and writes one line per edit; the caller finishes the file."""
     size = method.edits_per_batch(model)
     batches = [edits[start : start + size] for start in range(0, len(edits), size)]
-    lines = open_lines(folder / "edits.jsonl", identity)
+    lines = open_lines(folder / EDITS, identity)
     # A run resumes after the last whole batch; only the very last batch may be shorter than the others.
     done = from_first((len(batches) if lines.done == len(edits) else lines.done // size) if lines else 0)
     if lines:
@@ -174,15 +174,15 @@ def _conditions(
     settings: dict[str, Any],
     together: Together | None,
 ) -> Conditions:
-    revisions = [[revision.to_json() for revision in part] for part in (edits, others)]
     known = {
         "task": "classify" if isinstance(model, Classifier) else "answer",
         "method": method.name,
         "model_kind": f"{model.model.config.model_type}, {_rounded(model.model.num_parameters())} parameters",
         "fingerprint": model.fingerprint,
+        "identity": model.identity,
         **method.describe(model),
         **settings,
-        "revisions": hashlib.sha256(json.dumps(revisions).encode()).hexdigest(),
+        "revisions": hash_revisions(edits, others, *([together.others] if together else [])),
         "precision": str(model.model.dtype).removeprefix("torch."),
         "products": torch.get_float32_matmul_precision(),
         "together": list(together.sizes) if together else [],
@@ -205,7 +205,7 @@ def _finished(folder: Path, conditions: Conditions) -> Result | None:
         found = Summary.read(folder)
     except FactpatchError:
         raise FileError(f"{folder} holds a damaged {FILE}; choose another --output") from None
-    before, now = asdict(found.conditions), asdict(conditions)
+    before, now = found.conditions.identity(), conditions.identity()
     if differing := [key for key in now if before[key] != now[key]]:
         raise FileError(f"{folder} holds other results (different {', '.join(differing)}); choose another --output")
     return found.result

@@ -15,16 +15,17 @@ from factpatch.metrics import METRICS, Outcome, intervals, summary
 
 FILE = "summary.json"
 VERSION = 1  # files of factpatch 0.1 have no version, which counts as 0
+NAMES = ("model", "editor", "data", "valid", "others", "scope")  # conditions that are only names of files
 ADVICE = "run factpatch evaluate with a new --output folder"
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What was measured, and how. A run can resume another only if all fields are equal."""
+    """What was measured, and how. A run can resume another only if their `identity` is equal."""
 
     task: str  # classify or answer
     method: str  # the name under which the method is registered
-    model: str | None = None  # as the user named it
+    model: str | None = None  # as the user named it, like `editor`, `data` and `valid`
     model_kind: str | None = None  # such as "bert, 110M parameters"
     fingerprint: str | None = None
     layers: str = "all"
@@ -48,6 +49,11 @@ class Conditions:
         names = {one.name for one in fields(cls)}
         options = {key: value for key, value in known.items() if key not in names}
         return cls(**{key: value for key, value in known.items() if key in names}, options=options)
+
+    def identity(self) -> dict[str, Any]:
+        """Everything but the names of files, whose content is part of it as hashes."""
+        known = {**asdict(self), "options": {k: v for k, v in self.options.items() if k not in NAMES}}
+        return {key: value for key, value in known.items() if key not in NAMES}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from factpatch.data.revisions import Revision, edit_of, own_forms
 from factpatch.editors import EditMethod
 from factpatch.errors import InputError
-from factpatch.evaluation.lines import edit_line, open_lines, outcome_of, write_shared
+from factpatch.evaluation.lines import TOGETHER, edit_line, open_lines, outcome_of, write_shared
 from factpatch.evaluation.measure import Examiner
 from factpatch.evaluation.merges import MergeOptions, find_merge
 from factpatch.evaluation.summary import JointResult, Result
@@ -24,7 +24,6 @@ from factpatch.models import TaskModel
 from factpatch.processes import from_first
 from factpatch.resumable import ResumableLines
 
-FILE = "together.jsonl"
 COVERED = 256  # edits measured one by one, and for each group size; more only if a single group is larger
 
 
@@ -81,7 +80,7 @@ def measure_together(
     groups = [
         edits[k * size : (k + 1) * size] for size in together.sizes for k in range(count_groups(len(edits), size))
     ]
-    lines = open_lines(folder / FILE, settings)
+    lines = open_lines(folder / TOGETHER, settings)
     done = from_first(_whole_groups(lines.done, groups) if lines else 0)
     if lines:
         lines.keep(sum(map(len, groups[:done])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from factpatch import world
+from factpatch import hub, world
 from factpatch.device import find_device
-from factpatch.errors import FileError, InputError, MismatchError, ModelError, reason
+from factpatch.errors import FactpatchError, FileError, InputError, MismatchError, ModelError, reason
 from factpatch.facts import normalize
 from factpatch.models.base import TaskModel
 from factpatch.models.causal import Causal, read_settings
@@ -29,6 +30,8 @@ __all__ = ["Causal", "Classifier", "Rows", "Seq2Seq", "TaskModel", "TextModel", 
 
 DROPOUTS = ("dropout", "dropout_rate", "hidden_dropout_prob", "resid_pdrop")  # names of the dropout rate in configs
 TASKS = ("classify", "answer")
+MAX_LAYERS, MAX_SIZE = 10_000, 2**31
+SIZES = ("size", "layers", "heads", "dim", "embeddings", "width", "model", "embd", "layer", "head", "positions", "ff")
 HELD_OUT = "held-out.json"  # which records `fit` kept out of training
 
 
@@ -42,6 +45,9 @@ def load_model(
     template: str | None = None,
 ) -> TaskModel:
     """Loads a task model from a folder or a GGUF file or, if there is none, from the hub; "world" is the embedded one.
+
+    The prefix hub: says that a name is one on the hub. A name such as runs/fever without it is a missing folder if
+    there is a folder runs.
 
     The config determines the kind of model. A model that is not yet of a supported kind, such as a bare encoder that
     is about to be fine-tuned, needs `task` ("classify" or "answer") and, for a classifier, `labels`. `dropout` replaces
@@ -67,7 +73,20 @@ def load_model(
     if dtype is not None and dtype != loaded.model.dtype:
         loaded.cast(dtype)
     loaded.model.to(target_device)
+    _try_out(loaded, name)
     return loaded
+
+
+@torch.no_grad()
+def _try_out(model: TaskModel, name: str | Path) -> None:
+    """Runs two short texts through the model. Raises a ModelError if its settings do not fit its weights."""
+    try:
+        inputs = model.padded_inputs(model.encode(["?", "? ?"]))  # of unequal length: one is padded
+        if model.model.config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = inputs["input_ids"]
+        model.model(**inputs)
+    except Exception as error:  # what a damaged config.json leads to depends on the architecture
+        raise ModelError(f"the model in {name} does not run ({reason(error)}); check its config.json") from error
 
 
 def _read_model(
@@ -86,6 +105,7 @@ def _read_model(
         config = AutoConfig.from_pretrained(source, **options)
         if "gguf_file" in options and not config.architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]  # GGUF files do not name it
+        _check_sizes(config)
         kind = kind_of(config, task)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         if len(tokenizer) <= len(tokenizer.all_special_ids):
@@ -101,14 +121,15 @@ def _read_model(
         )
         if "gguf_file" in options:
             make_plain(model)
-    except ModelError:
+        loaded = kind(model, tokenizer)
+    except (FactpatchError, MemoryError):
         raise
-    except Exception as error:  # of any class: the package tokenizers raises plain Exceptions
+    except Exception as error:  # transformers and tokenizers raise nearly every type for damaged files
         raise ModelError(f"cannot load a model from {place}: {reason(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
-    return kind(model, tokenizer), sorted({*info["missing_keys"], *mismatched})
+    return loaded, sorted({*info["missing_keys"], *mismatched})
 
 
 def _set_template(model: TaskModel, folder: Path | None, template: str | None, refitted: bool) -> None:
@@ -124,6 +145,16 @@ def _set_template(model: TaskModel, folder: Path | None, template: str | None, r
             "leave --template out, or fit the model again"
         )
     model.set_template(stored if template is None else template, tokens or MAX_ANSWER_TOKENS)
+
+
+def _check_sizes(config: PretrainedConfig) -> None:
+    """Raises a ModelError for numbers with which building the model would not end or would fill the memory."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise ModelError(f"expected at most {MAX_LAYERS:,} layers in config.json, found {layers:,}")
+    for key, value in config.to_dict().items():
+        if isinstance(value, int | float) and abs(value) > MAX_SIZE and key.endswith(SIZES):
+            raise ModelError(f"expected a size in {key!r} of config.json, found {value:.3g}")
 
 
 def _adapt_config(config: PretrainedConfig, labels: Sequence[str] | None, dropout: float | None) -> None:
@@ -169,10 +200,25 @@ def kind_of(config: PretrainedConfig, task: str | None = None) -> type[TaskModel
 
 def _source(name: str | Path) -> tuple[str, bool]:
     """The name or path to give to transformers, and whether it is a local folder or file."""
+    given = str(name)
+    if given.startswith(hub.PREFIX):
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", found := given.removeprefix(hub.PREFIX)):
+            raise ModelError(f"{given} is not a name on the hub; write {hub.PREFIX}OWNER/NAME")
+        return found, False
     path = world.MODEL if name == "world" else Path(name).expanduser()
     if path.is_dir() or find_gguf(path):
+        _refuse_unfinished(path)
         return str(path), True
-    looks_like_path = isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1
-    if looks_like_path or path.exists():
-        raise ModelError(f"expected a model folder, found none at {name}; check the path")
-    return str(name), False
+    looks_like_path = isinstance(name, Path) or given.startswith((".", "/", "~")) or given.count("/") > 1
+    in_a_folder = "/" in given and path.parent.exists()  # a missing folder, not somebody's model
+    if looks_like_path or in_a_folder or path.exists():
+        raise ModelError(
+            f"expected a model folder, found none at {name}; check the path, or write {hub.PREFIX}OWNER/NAME"
+        )
+    return given, False
+
+
+def _refuse_unfinished(folder: Path) -> None:
+    """Raises a ModelError for the folder of a `fit` that was killed, perhaps with only some of the model's files."""
+    if any((folder / "checkpoint").glob("step-*")):
+        raise ModelError(f"the run of factpatch fit in {folder} is not finished; resume it with --resume")

@@ -25,7 +25,8 @@ class Answer:
 def best_answers(model: TaskModel, inputs: Sequence[str], count: int = 5) -> list[list[Answer]]:
     """The `count` best answers to each input, best first."""
     parts = [inputs[start : start + PATCHES_PER_BATCH] for start in range(0, len(inputs), PATCHES_PER_BATCH)]
-    return [answers for part in parts for answers in _ranked(model, part, count, edits=1)]
+    with model.lock:
+        return [answers for part in parts for answers in _ranked(model, part, count, edits=1)]
 
 
 def best_answers_patched(
@@ -35,7 +36,7 @@ def best_answers_patched(
     found: list[list[Answer]] = []
     for start in range(0, len(inputs), PATCHES_PER_BATCH):
         part = slice(start, start + PATCHES_PER_BATCH)
-        with edited(model.layers, stack_patches(patches[part], model.layers)):
+        with model.lock, edited(model.layers, stack_patches(patches[part], model.layers)):
             found += _ranked(model, inputs[part], count, edits=len(inputs[part]))
     return found
 

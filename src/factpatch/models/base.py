@@ -16,12 +16,13 @@ from factpatch.engine import edited
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit, same
 from factpatch.models.rows import Encoded, Rows, padded
-from factpatch.models.stored import StoredModel
+from factpatch.models.stored import StoredModel, exclusive
 from factpatch.patch import Patch, stack_patches
 
 # Padded tokens per inference batch: enough to keep the device busy, few enough to fit beside a base-sized model.
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 262_144}
 MOST_SPECIAL_TOKENS = 8  # that a tokenizer adds to a text
+MAX_PREDICTION_TOKENS = 4096  # of a prediction that the user gives; editors read it, and need memory for each token
 PATCHES_PER_BATCH = 32  # different patches in one forward pass
 
 
@@ -119,6 +120,7 @@ class TaskModel(StoredModel):
                 self._check(text, len(one["input_ids"]))
         return self.candidates_encoded(encoded, count)
 
+    @exclusive
     @torch.no_grad()
     @no_cudnn_attention()
     def candidates_encoded(self, encoded: Sequence[Encoded], count: int = 5) -> list[list[str]]:
@@ -145,6 +147,7 @@ class TaskModel(StoredModel):
         """Answers each input under the patch of the ledger's fact that it is about, or unpatched if there is none."""
         return ledger.predict_scoped(inputs)
 
+    @exclusive
     @torch.no_grad()
     @no_cudnn_attention()
     def predict_patched(self, patches: Sequence[Patch], inputs: Sequence[str]) -> list[str]:
@@ -197,10 +200,14 @@ class TaskModel(StoredModel):
 
     def check_input(self, text: str) -> None:
         """Raises an InputError if the text is empty or too long for the model."""
+        self._check(text, self._tokens_unless_short(text))
+
+    def _tokens_unless_short(self, text: str) -> int:
+        """The number of tokens of a text, or 0 if it is so short that the model can certainly read it."""
         # An ASCII character becomes at most one token and any other at most 18 (some normalise to whole phrases), so
         # most texts are known to fit without tokenising them.
         fits_surely = (1 if text.isascii() else 18) * len(text) + self.most_added_tokens <= self.max_input_tokens
-        self._check(text, 0 if fits_surely else self.lengths([text])[0])
+        return 0 if fits_surely else self.lengths([text])[0]
 
     def _check(self, text: str, tokens: int) -> None:
         if not text.strip():
@@ -219,21 +226,40 @@ class TaskModel(StoredModel):
 
     def resolve(self, edits: Sequence[FactEdit]) -> list[FactEdit]:
         """Checks the edits and fills in the model's own prediction where `y` is missing."""
-        for edit in edits:
-            self.check_input(edit.x)
-        targets = [self.check_target(edit.a) for edit in edits]
-        unknown = [i for i, edit in enumerate(edits) if edit.y is None]
-        predicted = dict(zip(unknown, self.predict([edits[i].x for i in unknown]), strict=True))
-        resolved = [
-            replace(edit, a=target, y=predicted.get(i, edit.y))
-            for i, (edit, target) in enumerate(zip(edits, targets, strict=True))
-        ]
-        for edit in resolved:
-            if same(edit.a, edit.y or ""):
-                raise InputError(
-                    f"the model already says {edit.y!r} to {edit.x!r}; give a target that differs from its prediction"
-                )
+        resolved: list[FactEdit] = []
+        for found in self.resolve_each(edits):
+            if isinstance(found, InputError):
+                raise found
+            resolved.append(found)
         return resolved
+
+    def resolve_each(self, edits: Sequence[FactEdit]) -> list[FactEdit | InputError]:
+        """Resolves edits like `resolve`, with an error in the place of each edit that cannot be made."""
+        checked = list(map(self._checked, edits))
+        unknown = [i for i, edit in enumerate(checked) if isinstance(edit, FactEdit) and edit.y is None]
+        predicted = dict(zip(unknown, self.predict([edits[i].x for i in unknown]), strict=True))
+        return [
+            _with_prediction(edit, predicted.get(i, edit.y)) if isinstance(edit, FactEdit) else edit
+            for i, edit in enumerate(checked)
+        ]
+
+    def _checked(self, edit: FactEdit) -> FactEdit | InputError:
+        """The edit with its target as the model would output it, or the error if the model cannot read its texts."""
+        try:
+            self.check_input(edit.x)
+            if edit.y is not None and (tokens := self._tokens_unless_short(edit.y)) > MAX_PREDICTION_TOKENS:
+                raise InputError(f"the prediction has {tokens} tokens, at most {MAX_PREDICTION_TOKENS} are possible")
+            return replace(edit, a=self.check_target(edit.a))
+        except InputError as error:
+            return error
+
+
+def _with_prediction(edit: FactEdit, prediction: str | None) -> FactEdit | InputError:
+    if same(edit.a, prediction or ""):
+        return InputError(
+            f"the model already says {prediction!r} to {edit.x!r}; give a target that differs from its prediction"
+        )
+    return replace(edit, y=prediction)
 
 
 def _input_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:

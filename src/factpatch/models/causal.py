@@ -117,14 +117,15 @@ class Causal(TextModel):
     def _after(self, prompt: str, target: str) -> str:
         return prompt + self.template.space + target.strip()
 
-    def resolve(self, edits: Sequence[FactEdit]) -> list[FactEdit]:
-        resolved = super().resolve(edits)
-        for edit, encoded in zip(resolved, self.encode([edit.x for edit in resolved]), strict=True):
+    def resolve_each(self, edits: Sequence[FactEdit]) -> list[FactEdit | InputError]:
+        resolved = super().resolve_each(edits)
+        good = [(i, edit) for i, edit in enumerate(resolved) if isinstance(edit, FactEdit)]
+        for (i, edit), encoded in zip(good, self.encode([edit.x for _, edit in good]), strict=True):
             prompt = self.template.prompt(edit.x)
             special = not self.template.has_special_tokens
             whole = self.tokenizer(self._after(prompt, edit.a), verbose=False, add_special_tokens=special)["input_ids"]
             if whole[: len(encoded["input_ids"])] != encoded["input_ids"]:
-                raise _begins_inside_token(edit.a, prompt)
+                resolved[i] = _begins_inside_token(edit.a, prompt)
         return resolved
 
     def collate(self, encoded: Sequence[Encoded], targets: Sequence[list[int]] | None = None) -> Rows:

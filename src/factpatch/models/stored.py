@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,28 @@ from factpatch.models.gpu import suit_gpu
 from factpatch.models.layers import editable_layers
 from factpatch.patch import Patch, hash_weights, join_base, set_patches
 
+Arguments = ParamSpec("Arguments")
+Model = TypeVar("Model", bound="StoredModel")
+Found = TypeVar("Found")
+
+
+def exclusive(method: Callable[Concatenate[Model, Arguments], Found]) -> Callable[Concatenate[Model, Arguments], Found]:
+    """Decorates a model's method so that other threads that use the model wait until it returns."""
+
+    @wraps(method)
+    def locked(self: Model, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
 
 class StoredModel(ABC):
-    """A model, frozen and in eval mode, with its tokenizer and the patches that are applied to it."""
+    """A model, frozen and in eval mode, with its tokenizer and the patches that are applied to it.
+
+    `lock` belongs to the thread that currently predicts, edits or patches; others wait for it. The same thread can
+    take it again, so these may call each other.
+    """
 
     prompt_template: str | None = None  # how a decoder's questions become prompts
 
@@ -32,13 +52,21 @@ class StoredModel(ABC):
         self.layers: dict[str, nn.Module] = editable_layers(model)  # by weight name
         self.patches: list[Patch] = []
         self.originals: dict[str, Tensor] = {}
+        self.lock = threading.RLock()
         suit_gpu(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}  # a lock cannot be copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=threading.RLock())
 
     @abstractmethod
     def decision_settings(self) -> dict[str, Any]:
         """Settings, such as labels, that affect answers besides the weights."""
 
     @cached_property
+    @exclusive
     def fingerprint(self) -> str:
         """Hash of the editable weights as stored, without patches, followed by the template of the prompts, if any.
 
@@ -49,6 +77,7 @@ class StoredModel(ABC):
         return join_base(found, self.prompt_template)
 
     @cached_property
+    @exclusive
     def identity(self) -> str:
         """Hash of all weights as stored, without patches, and of the settings that affect answers.
 
@@ -68,6 +97,7 @@ class StoredModel(ABC):
         assert isinstance(embeddings.weight, Tensor)
         return embeddings.weight
 
+    @exclusive
     def cast(self, dtype: torch.dtype) -> Self:
         """Changes the precision permanently; fingerprint and identity remain those of the stored weights."""
         if any(torch.promote_types(weight.dtype, dtype) != dtype for weight in self.model.parameters()):
@@ -86,24 +116,26 @@ class StoredModel(ABC):
         if all(weight.dtype == dtype for weight in self.model.parameters()):
             yield self
             return
-        named = self.model.named_parameters()
-        weights = [(weight, self.originals.get(name, weight.data)) for name, weight in named]
-        buffers = [(module, dict(module._buffers)) for module in self.model.modules()]
-        try:
-            yield self.cast(dtype)
-        finally:
-            for weight, data in weights:
-                weight.data = data
-            for module, before in buffers:
-                module._buffers.update(before)
-            patches, self.patches, self.originals = self.patches, [], {}
-            set_patches(self, patches)
+        with self.lock:
+            named = self.model.named_parameters()
+            weights = [(weight, self.originals.get(name, weight.data)) for name, weight in named]
+            buffers = [(module, dict(module._buffers)) for module in self.model.modules()]
+            try:
+                yield self.cast(dtype)
+            finally:
+                for weight, data in weights:
+                    weight.data = data
+                for module, before in buffers:
+                    module._buffers.update(before)
+                patches, self.patches, self.originals = self.patches, [], {}
+                set_patches(self, patches)
 
     def save(self, folder: str | Path) -> None:
         """Writes an ordinary Hugging Face folder. Applied patches become part of its weights."""
         with atomic_folder(folder) as scratch:
             self.write_to(scratch)
 
+    @exclusive
     def write_to(self, folder: Path) -> None:
         """Writes the model's files into an existing folder."""
         self.model.save_pretrained(folder)

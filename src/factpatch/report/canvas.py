@@ -55,6 +55,10 @@ def find_matplotlib() -> None:
         ) from None
 
 
+# Control characters, which XML does not allow; matplotlib copies them from the labels.
+CONTROL = bytes(set(range(32)) - {9, 10, 13})
+
+
 def new_figure(height: float, width: float = WIDTH) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -76,6 +80,8 @@ def write_figures(drawings: Mapping[str, Callable[[], Figure]], folder: Path) ->
                 files.append(folder / f"{name}.{kind}")
                 with atomic_file(files[-1]) as scratch:
                     figure.savefig(scratch, format=kind, dpi=150, metadata=metadata)
+                    if kind == "svg":
+                        scratch.write_bytes(scratch.read_bytes().translate(None, CONTROL))
     return files
 
 

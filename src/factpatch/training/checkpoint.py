@@ -91,7 +91,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
         numbers = json.loads((newest / "state.json").read_text())
         if numbers.get("format") == FORMAT:
             return {path.stem: load_file(path) for path in newest.glob("*.safetensors")}, numbers
-    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
         raise FileError(f"cannot read the checkpoint {newest} ({error}); start a new run") from error
     raise FileError(f"{newest} was written by another version of factpatch and cannot be resumed; start a new run")
 

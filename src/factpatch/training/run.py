@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from factpatch.errors import TrainingError
+from factpatch.errors import FileError, TrainingError
 from factpatch.training.checkpoint import (
     RunFolder,
     has_checkpoint,
@@ -29,6 +29,8 @@ from factpatch.training.checkpoint import (
     save_checkpoint,
 )
 
+# Numbers in a checkpoint
+CHECKPOINT = {"identity": dict, "step": int, "best_step": int, "seconds": int | float, "metrics": list}
 REPORT_SECONDS = 0.5  # between two reports; each of them waits for the device
 STOPPING = "stopping after this step; press Ctrl-C again to stop immediately"
 
@@ -136,7 +138,9 @@ class Run(ABC):
                 if self.accelerator.is_main_process and (due or done >= 1 or now - reported > REPORT_SECONDS):
                     self._report(done)
                     reported = now
-                if stop or now - saved >= checkpoint_seconds:
+                # Without any checkpoint, a run that is killed while it saves its result could not be resumed.
+                first_and_last = done >= 1 and not has_checkpoint(self.folder.checkpoint)
+                if stop or first_and_last or now - saved >= checkpoint_seconds:
                     self._save_checkpoint()
                     saved = time.perf_counter()
                 if stop:
@@ -193,7 +197,23 @@ class Run(ABC):
         if self.accelerator.is_main_process:
             self.folder.sweep()
         tensors, numbers = load_checkpoint(self.folder.checkpoint)
+        try:
+            return self._restore(tensors, numbers)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise FileError(
+                f"the checkpoint in {self.folder.checkpoint} is damaged ({reason}); start a new run"
+            ) from error
+
+    def _restore(self, tensors: dict[str, dict[str, Tensor]], numbers: dict[str, Any]) -> float:
+        for key, kind in CHECKPOINT.items():
+            if not isinstance(numbers[key], kind):
+                raise ValueError(f"{key} is {numbers[key]!r}")
+        if not all(isinstance(record, dict) and isinstance(record.get("step"), int) for record in numbers["metrics"]):
+            raise ValueError("its metrics are not records")
         self.folder.check_settings(numbers["identity"], self.identity, self.changeable)
+        if tensors["best"].keys() != self.network.state_dict().keys():
+            raise ValueError("its best weights are those of another model")
         for name, module in self.modules.items():
             module.load_state_dict(tensors[name])
         for name, optimizer in self.optimizers.items():

@@ -27,6 +27,9 @@ def read_toml(path: Path, presets: Sequence[str]) -> dict[str, Any]:
         raise InputError(f"{path} is not a TOML file: {error}") from None
 
 
+LARGEST = 1e15  # no setting needs a larger number; some would overflow or never end
+
+
 def read_settings(settings: Sequence[str], problems: list[str]) -> dict[str, Any]:
     """Parses settings such as `editor.width=512` into {"editor": {"width": 512}}; values may be unquoted texts."""
     found: dict[str, Any] = {}
@@ -95,6 +98,10 @@ def _converted(kind: Any, value: Any) -> Any:
     """Converts a value to a field's type. If it does not fit, a ValueError names what was expected."""
     if isinstance(kind, types.UnionType):
         return None if value is None else _converted(next(k for k in kind.__args__ if k is not type(None)), value)
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError("below 2**63")
+    if isinstance(value, float) and abs(value) > LARGEST:
+        raise ValueError(f"at most {LARGEST:g}")
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
