@@ -358,7 +358,7 @@ def test_an_interrupted_command_says_how_to_resume_only_if_it_can(
 
 def test_a_fact_that_is_already_true_is_named_by_its_line(edit, home: Path, tmp_path: Path, monkeypatch) -> None:
     """The facts before it are predicted in batches, and none of those that follow; with --skip-bad, in batches too."""
-    monkeypatch.setattr("factpatch.cli.edit.PREDICTED_AT_ONCE", 4)
+    monkeypatch.setattr("factpatch.cli.edit.PREDICTED_PER_BATCH", 4)
     model = load_model(home / "model", "cpu")
     lines = [{"input": x, "target": model.candidates([x], 2)[0][1]} for x in texts(11)]
     lines[5]["target"] = model.predict([lines[5]["input"]])[0]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from factpatch.models import TaskModel
 
 
-PREDICTED_AT_ONCE = 256  # facts; a bad one is reported before those after it are predicted
+PREDICTED_PER_BATCH = 256  # facts; a bad one is reported before those after it are predicted
 
 
 def edit(
@@ -95,8 +95,8 @@ def _usable(model: TaskModel, asked: list[tuple[str, FactEdit]], skip_bad: bool)
     """Returns the edits that the model can make, with its current answers. Others are errors, or skipped."""
     usable: list[FactEdit] = []
     with common.progress_bar("predicting", len(asked)) as advance:
-        for first in range(0, len(asked), PREDICTED_AT_ONCE):
-            part = asked[first : first + PREDICTED_AT_ONCE]
+        for first in range(0, len(asked), PREDICTED_PER_BATCH):
+            part = asked[first : first + PREDICTED_PER_BATCH]
             for (position, _), found in zip(part, model.resolve_each([edit for _, edit in part]), strict=True):
                 if isinstance(found, FactEdit):
                     usable.append(found)
