@@ -291,11 +291,13 @@ def test_a_second_ctrl_c_ends_a_step_that_hangs(checker: Path, claims: Path, tmp
 
 
 HANGS = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from training_runs import QUICK
 from factpatch.models import load_model
 from factpatch.training import Train
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests with it ignored
 
 def hang(self, *arguments):
     (Path(output).parent / "hangs").touch()
