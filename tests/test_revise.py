@@ -284,3 +284,16 @@ def test_neighbours_and_subjects_are_kept(model: TaskModel, tmp_path: Path) -> N
     bad = {**json.loads(first.to_json()), "neighbours": ["a text"]}
     with pytest.raises(InputError, match='a list of objects with "input" and "prediction"'):
         list(read_revisions(write_lines(tmp_path / "bad.jsonl", [bad])))
+
+
+def test_human_paraphrases_of_a_record_with_its_own_alternative_are_all_kept(model: TaskModel) -> None:
+    text, *others = texts(20)
+    prediction, *answers = model.predict([text, *others])
+    far = next(other for other, answer in zip(others, answers, strict=True) if answer != prediction)
+    target = next(answer for answer in answers if answer != prediction)
+    human = (far, text.upper(), far)
+    (kept,) = revise_records(model, [Record("1", text, alternative=target, rephrases=(far,), human_rephrases=human)])
+    assert kept.human_rephrases == (far,)
+    assert kept.rephrases == ()
+    (filtered,) = revise_records(model, [Record("1", text, human_rephrases=human)])
+    assert filtered.human_rephrases == ()
