@@ -21,7 +21,7 @@ ADVICE = "run factpatch evaluate with a new --output folder"
 
 @dataclass(frozen=True)
 class Conditions:
-    """What was measured, and how. A run can resume another only if their `identity` is equal."""
+    """Describes what was measured and how. A run can resume another only if their `identity` is equal."""
 
     task: str  # classify or answer
     method: str  # the name under which the method is registered
