@@ -279,7 +279,9 @@ def test_neighbours_subjects_and_relations_are_kept(model: TaskModel, tmp_path: 
     assert edit_of(replace(first, alternatives=("a",))).subject == "burundi"
     assert (second.relation, third.relation) == ("capital", None)
     assert (third.neighbours, third.subject) == ((), None)
-    assert {"neighbours", "subject", "relation"}.isdisjoint(json.loads(third.to_json())), "files without them are as before"
+    assert {"neighbours", "subject", "relation"}.isdisjoint(json.loads(third.to_json())), (
+        "files without them are as before"
+    )
     revise(model, tmp_path / "out.jsonl", tmp_path / "again.jsonl")
     assert list(read_revisions(tmp_path / "again.jsonl")) == [first, second, third]
     bad = {**json.loads(first.to_json()), "neighbours": ["a text"]}

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from factpatch.data.targets import KINDS
 from factpatch.editors.registry import METHODS, find_method
 from factpatch.errors import InputError
 from factpatch.training.settings import merged, preset_values, read_settings, read_toml, typed
@@ -17,12 +18,14 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "constraint": tuple(CONSTRAINTS),
     "kl_over": ("top1", "beam"),
     "paraphrases": ("generated", "human", "all", "none"),
+    "targets": tuple(KINDS),
     "others": ("uniform", "unsure"),
     "optimizer": ("rmsprop", "adam"),
     "schedule": ("linear", "constant"),
     "multiplier_schedule": ("linear", "constant"),
     "precision": (None, "fp32", "bf16"),
 }
+MIXTURES = ("targets",)  # settings that may name several choices
 POSITIVE = (
     *("p", "margin", "margin_floor", "lp_margin", "lp_margin_floor", "margin_factor", "updates", "edits", "split"),
     *("together", "multiplier"),
@@ -55,6 +58,7 @@ class TrainConfig:
     paraphrases: str = "generated"  # paraphrases to learn from: generated, human, all or none
     paraphrase_rows: int = 1  # paraphrases drawn per edit
     label_smoothing: float = 0.0  # of the edit loss
+    targets: tuple[str, ...] = ("beam",)  # kinds of answers to edit to, drawn with equal chance: see data/targets.py
     updates: int = 1  # updates per edit, each computed on the model as the previous one left it
     together: int = 1  # edits that each step merges into one patch; a value above 1 also sets `edits`
 
@@ -138,8 +142,12 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     except InputError as error:
         yield str(error)
     for key, allowed in CHOICES.items():
-        if values[key] not in allowed:
-            yield f"{key}={values[key]} must be one of {', '.join(choice for choice in allowed if choice)}"
+        for value in values[key] if isinstance(values[key], tuple) else (values[key],):
+            if value not in allowed:
+                yield f"{key}={value} must be one of {', '.join(choice for choice in allowed if choice)}"
+    for key in MIXTURES:
+        if not values[key] or len(set(values[key])) < len(values[key]):
+            yield f"{key} must name at least one choice, and each only once"
     for key in POSITIVE:
         if values[key] is not None and not 0 < values[key] < float("inf"):
             yield f"{key}={values[key]} must be above 0"
@@ -186,7 +194,7 @@ def resolve_config(
 
 
 def config_to_json(config: TrainConfig) -> dict[str, Any]:
-    return {**asdict(config), "layers": list(config.layers)}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config).items()}
 
 
 def _config(values: Mapping[str, Any], problems: list[str]) -> TrainConfig:

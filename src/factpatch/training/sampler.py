@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factpatch.data.revisions import Revision, own_forms
+from factpatch.data.targets import Texts
 from factpatch.errors import InputError
 from factpatch.facts import normalize
 from factpatch.training.config import TrainConfig
@@ -27,14 +28,14 @@ class Plan:
     """The random choices of one step, or of a part of one. Revisions are given by their index."""
 
     edited: Indices  # (edits,)  revisions to edit
-    alternatives: Indices  # (edits,)  index of the target among each revision's alternatives
+    targets: Indices  # (edits,)  index of the wanted answer among each revision's targets of all kinds
     paraphrases: Indices  # (edits, paraphrases)  index among the revision's paraphrases; -1 for the input itself
     controls: Indices  # (edits, controls)  revisions whose predictions must stay
 
     def part(self, first: int, parts: int) -> Plan:
         """Every `parts`-th edit, starting at `first`."""
         own = slice(first, None, parts)
-        return Plan(self.edited[own], self.alternatives[own], self.paraphrases[own], self.controls[own])
+        return Plan(self.edited[own], self.targets[own], self.paraphrases[own], self.controls[own])
 
     def __len__(self) -> int:
         return len(self.edited)
@@ -43,12 +44,15 @@ class Plan:
 class Sampler:
     """Draws the plan of each step. The same seed and step give the same plan, so that a run can resume anywhere."""
 
-    def __init__(self, revisions: Sequence[Revision], config: TrainConfig):
-        """`revisions` have only alternatives that the model can be taught."""
+    def __init__(
+        self, revisions: Sequence[Revision], config: TrainConfig, targets: Sequence[tuple[Texts, ...]] | None = None
+    ):
+        """`targets` are each revision's answers to edit to, by kind; by default its alternatives."""
         self.config = config
-        self.alternative_counts = np.array([len(r.alternatives) for r in revisions], dtype=np.int64)
+        counts = [[len(texts) for texts in own] for own in targets or [(r.alternatives,) for r in revisions]]
+        self.target_counts = np.array(counts or [[]], dtype=np.int64)  # (revisions, kinds)
         self.paraphrase_counts = np.array([len(training_paraphrases(r, config)) for r in revisions], dtype=np.int64)
-        self.editable = np.flatnonzero(self.alternative_counts)
+        self.editable = np.flatnonzero(self.target_counts.any(1))
         if len(self.editable) == 0:
             raise InputError("expected revisions with alternatives to train on, found none; make them with revise")
         self.pool = self._control_pool(len(revisions))
@@ -95,8 +99,17 @@ class Sampler:
         counts = self.paraphrase_counts[edited][:, None]
         drawn = rng.random((len(edited), config.paraphrases_per_edit))
         paraphrases = np.where(counts > 0, (drawn * counts).astype(np.int64), -1)
-        alternatives = (rng.random(len(edited)) * self.alternative_counts[edited]).astype(np.int64)
-        return Plan(edited, alternatives, paraphrases, self._controls(edited, rng))
+        targets = self._targets(edited, rng)
+        return Plan(edited, targets, paraphrases, self._controls(edited, rng))
+
+    def _targets(self, edited: Indices, rng: np.random.Generator) -> Indices:
+        """Draws one of the kinds of targets that a revision has, then one of its targets of that kind: (edits,)"""
+        counts = self.target_counts[edited]  # (edits, kinds)
+        there = counts > 0
+        drawn = rng.random(len(edited)) * there.sum(1)  # its whole part chooses the kind, the rest the target
+        kind = (there.cumsum(1) > drawn[:, None]).argmax(1)[:, None]
+        before, count = (np.take_along_axis(n, kind, 1)[:, 0] for n in (counts.cumsum(1) - counts, counts))
+        return before + (drawn % 1 * count).astype(np.int64)
 
     def _controls(self, edited: Indices, rng: np.random.Generator) -> Indices:
         """Draws control inputs for each edit: (edits, controls)."""

@@ -17,6 +17,7 @@ from factpatch.covariance import Covariance
 from factpatch.data.holdout import hash_shuffled
 from factpatch.data.records import source_hash
 from factpatch.data.revisions import Revision, load_revisions, teachable
+from factpatch.data.targets import check_kinds, find_targets
 from factpatch.device import find_dtype, surroundings
 from factpatch.editors import Looped, TrainableEditor, find_method, load_editor
 from factpatch.editors.trainable import matching_shapes
@@ -74,6 +75,7 @@ class Train(Run):
         self.accelerator = accelerator_on(model.device, log_with=config.tracker, project_dir=str(self.folder.path))
         if config.together > 1 and self.accelerator.num_processes > 1:
             raise InputError("edits are merged in one process only; train without accelerate launch, or set together=1")
+        check_kinds(model, config.targets)
         model.model.to(self.accelerator.device)
         self.model = model
         torch.manual_seed(config.seed)
@@ -146,11 +148,12 @@ class Train(Run):
                 f"{source}: expected held-out revisions with alternatives, found none; make them with revise"
             )
         revisions = teachable(model, revisions)
-        self.sampler = Sampler(revisions, config)
+        targets = find_targets(model, revisions, config.targets, config.seed)
+        self.sampler = Sampler(revisions, config, targets)
         if self.init is None:
             self.editor.calibrated(model, hash_shuffled(revisions, config.seed))
             self.best = copy_of(self.editor)
-        self.batcher = Batcher(model, self.editor, revisions, config)
+        self.batcher = Batcher(model, self.editor, revisions, config, targets)
 
         def on_share(share: float) -> None:
             self.on_stage("running the unedited model on control inputs", share)
