@@ -47,7 +47,7 @@ def test_plans_repeat_and_epochs_see_every_revision_once(known: list[Revision]) 
 
 
 def test_control_inputs_are_drawn_in_proportion_to_their_weights(known: list[Revision]) -> None:
-    config = TrainConfig(edits=30, rows=22)
+    config = TrainConfig(edits=30, rows=22, others=("unsure",))
     sampler, again = Sampler(known, config), Sampler(known, config)
     weights = np.linspace(0, 1, len(sampler.pool))
     sampler.prefer(weights)

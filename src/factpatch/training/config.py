@@ -19,13 +19,13 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "kl_over": ("top1", "beam"),
     "paraphrases": ("generated", "human", "all", "none"),
     "targets": tuple(KINDS),
-    "others": ("uniform", "unsure"),
+    "others": ("uniform", "unsure", "near"),
     "optimizer": ("rmsprop", "adam"),
     "schedule": ("linear", "constant"),
     "multiplier_schedule": ("linear", "constant"),
     "precision": (None, "fp32", "bf16"),
 }
-MIXTURES = ("targets",)  # settings that may name several choices
+MIXTURES = ("targets", "others")  # settings that may name several choices
 POSITIVE = (
     *("p", "margin", "margin_floor", "lp_margin", "lp_margin_floor", "margin_factor", "updates", "edits", "split"),
     *("together", "multiplier"),
@@ -65,7 +65,7 @@ class TrainConfig:
     # One step
     edits: int = 128  # edits per step
     rows: int = 16  # rows per edit: its input, its paraphrases and control inputs
-    others: str = "uniform"  # how control inputs are drawn; unsure prefers those the model is less sure of
+    others: tuple[str, ...] = ("uniform",)  # how control inputs are drawn, in equal shares: see controls.py
     control_pool: int | None = None  # maximum number of different control inputs in a run
     max_tokens: int = 32  # longer inputs are truncated
     split: int = 1  # parts in which each step is run, to save memory
@@ -81,6 +81,7 @@ class TrainConfig:
     warmup: int = 100  # steps, at most a tenth of the run
     schedule: str = "linear"  # schedule of lr after the warm-up: linear to 0, or constant
     clip: float | None = None  # maximum gradient norm
+    ema: float | None = None  # decay of a moving average of the weights, such as 0.999, which is then used and saved
     precision: str | None = None  # fp32 or bf16; None means bf16 on a GPU and fp32 on a CPU
     graphs: bool = True  # record each step as a CUDA graph, on a GPU
 
@@ -160,15 +161,18 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     for margin, floor in (("margin", "margin_floor"), ("lp_margin", "lp_margin_floor")):
         if values[margin] < values[floor]:
             yield f"{margin}={values[margin]} must not be below {margin}_floor={values[floor]}"
+    if config.ema is not None and not 0 < config.ema < 1:
+        yield f"ema={config.ema} must be above 0 and below 1"
     if config.holdout < 2:
         yield f"holdout={config.holdout} must be at least 2"
     if config.seed >= 2**63:
         yield f"seed={config.seed} must be below 2**63"
     if not config.margin_factor < 1:
         yield f"margin_factor={config.margin_factor} must be below 1"
-    needed = 1 + config.paraphrases_per_edit + (config.candidates if config.constraint in ("kl", "both") else 0)
+    controls = len(config.others) * config.candidates if config.constraint in ("kl", "both") else 0
+    needed = 1 + config.paraphrases_per_edit + controls
     if config.rows < needed:
-        yield f"rows={config.rows} must be at least {needed}: an input, its paraphrases and a control input"
+        yield f"rows={config.rows} must be at least {needed}: an input, its paraphrases and control inputs of each kind"
     if config.split > config.edits:
         yield f"split={config.split} must not be above edits={config.edits}"
     if not config.layers:
