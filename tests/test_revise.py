@@ -263,9 +263,9 @@ def test_an_empty_file_leaves_the_old_revisions(checker: TaskModel, tmp_path: Pa
     assert (tmp_path / "out.jsonl").read_text() == '{"provenance": []}'
 
 
-def test_neighbours_and_subjects_are_kept(model: TaskModel, tmp_path: Path) -> None:
+def test_neighbours_subjects_and_relations_are_kept(model: TaskModel, tmp_path: Path) -> None:
     """Neighbours with the model's predictions, whether the data has one or several, and again from the file itself."""
-    subject = {"subject_entity": "burundi"}
+    subject = {"subject_entity": "burundi", "relation": "capital"}
     near = ["what is the capital of france ?", "who leads africa ?"]
     lines = [
         {"id": "1", "input": "what is the capital of burundi ?", "meta": {**subject, "same_relation": near}},
@@ -277,8 +277,11 @@ def test_neighbours_and_subjects_are_kept(model: TaskModel, tmp_path: Path) -> N
     expected = [Neighbour(text, said) for text, said in zip(near, model.predict(near), strict=True)]
     assert (first.neighbours, second.neighbours) == (tuple(expected), (expected[1],))
     assert edit_of(replace(first, alternatives=("a",))).subject == "burundi"
+    assert (second.relation, third.relation) == ("capital", None)
     assert (third.neighbours, third.subject) == ((), None)
-    assert {"neighbours", "subject"}.isdisjoint(json.loads(third.to_json())), "files without them are as before"
+    assert {"neighbours", "subject", "relation"}.isdisjoint(json.loads(third.to_json())), (
+        "files without them are as before"
+    )
     revise(model, tmp_path / "out.jsonl", tmp_path / "again.jsonl")
     assert list(read_revisions(tmp_path / "again.jsonl")) == [first, second, third]
     bad = {**json.loads(first.to_json()), "neighbours": ["a text"]}

@@ -102,6 +102,7 @@ def revise_records(
             answers=record.answers,
             neighbours=tuple(Neighbour(text, predictions[text]) for text in record.neighbours if text in predictions),
             subject=record.subject,
+            relation=record.relation,
         )
         for record, outputs in zip(records, ranked, strict=True)
     ]

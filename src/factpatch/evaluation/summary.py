@@ -36,6 +36,7 @@ class Conditions:
     data: str | None = None
     valid: str | None = None
     seed: int = 0
+    targets: str = "beam"  # kind of answers that the edits ask for
     revisions: str | None = None  # sha256 of the edits and control inputs
     precision: str | None = None
     products: str | None = None  # precision of matrix products in float32
