@@ -146,7 +146,7 @@ def test_counterfacts_target_comes_first(folders: dict[str, Path], tmp_path: Pat
     path.write_text(json.dumps(cases))
     revise(model, path, tmp_path / "out.jsonl")
     for revision in read_revisions(tmp_path / "out.jsonl"):
-        assert revision.alternatives[0] == "rundi"
+        assert revision.alternatives[0] == revision.target == "rundi"
         assert len(revision.alternatives) > 1
         assert revision.answers == ("French",)
 

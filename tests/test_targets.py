@@ -53,6 +53,11 @@ def test_alternatives(bart: TaskModel, known: list[Revision]) -> None:
     assert with_targets(bart, known, ["beam"]) == editable(bart, known)
 
 
+def test_an_answer_that_the_data_names_is_the_only_target(bart: TaskModel, known: list[Revision]) -> None:
+    named = [replace(revision, target=revision.alternatives[-1]) for revision in known]
+    assert targets_of(bart, named, "beam") == [(revision.alternatives[-1],) for revision in known]
+
+
 def test_gold_answers_of_wrong_predictions(bart: TaskModel, known: list[Revision]) -> None:
     for revision, targets in zip(known, targets_of(bart, known, "gold"), strict=True):
         right = same(revision.prediction, revision.answers[0])

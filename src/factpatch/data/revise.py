@@ -103,6 +103,7 @@ def revise_records(
             neighbours=tuple(Neighbour(text, predictions[text]) for text in record.neighbours if text in predictions),
             subject=record.subject,
             relation=record.relation,
+            target=record.alternative,
         )
         for record, outputs in zip(records, ranked, strict=True)
     ]

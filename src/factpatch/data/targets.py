@@ -1,6 +1,6 @@
 """Targets: the answers that edits ask for. Besides the model's own alternatives, answers that it would never give.
 
-- `beam`: the revision's alternatives, which are other beams of the model, its other labels, or named by the data.
+- `beam`: the answer that the data names or, if it names none, the other beams or labels of the model.
 - `gold`: the correct answers, if the model's prediction is wrong.
 - `relation`: answers of other facts of the same relation or, if the relation is unknown, of any other fact.
 - `invented`: made-up names of one to six words, none of which occurs in the data.
@@ -77,7 +77,7 @@ def _invented_word(rng: random.Random) -> str:
 
 
 def _alternatives(revisions: Sequence[Revision], seed: int) -> Maker:
-    return lambda revision: revision.alternatives
+    return lambda revision: revision.alternatives if revision.target is None else (revision.target,)
 
 
 def _gold_answers(revisions: Sequence[Revision], seed: int) -> Maker:
