@@ -243,6 +243,7 @@ def test_stages_are_reported(checker: Path, claims: Path, tmp_path: Path) -> Non
         {"others": ("unsure",)},
         {"others": ("unsure", "near"), "constraint": "lp"},
         {"others": ("uniform", "unsure", "near"), "ema": 0.5},
+        {"ridge": 0.5, "updates": 2},
         {"editor": replace(SMALL, gradients=False)},
     ],
     ids=str,

@@ -115,6 +115,7 @@ def test_all_problems_at_once() -> None:
         (["others=far"], "others=far must be one of uniform, unsure, near"),
         (['targets=["gold","silver"]'], "targets=silver must be one of beam, gold, relation, invented"),
         (['others=["near","unsure"]', "rows=3"], "rows=3 must be at least 4"),
+        (["ridge=1", "together=8"], "ridge=1.0 needs together=1"),
         (["ema=1"], "ema=1.0 must be above 0 and below 1"),
         (["editor.depth=3"], "unknown setting editor.depth"),
         (["method=hypr"], "there is no edit method called 'hypr'; did you mean hyper?"),

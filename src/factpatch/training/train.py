@@ -155,7 +155,9 @@ class Train(Run):
         self.sampler = Sampler(revisions, config, targets)
         if self.init is None:
             self.editor.calibrated(model, hash_shuffled(revisions, config.seed))
-            self.best = copy_of(self.editor)
+        if config.ridge is not None:
+            self.editor.solve_against(self._covariance(revisions), config.ridge)
+        self.best = copy_of(self.editor)
         self.batcher = Batcher(model, self.editor, revisions, config, targets)
 
         def on_share(share: float) -> None:
@@ -166,8 +168,7 @@ class Train(Run):
         objective = Objective(model, config, unedited)
         merged = None
         if config.together > 1:
-            sample = [revisions[i].input for i in self.sampler.pool[:COVARIANCE_INPUTS]]
-            self.validator.covariance = covariance = Covariance.compute(model, sample)
+            self.validator.covariance = covariance = self._covariance(revisions)
             merged = MergedGradients(self.editor, objective, covariance)
         self.learner = Learner(self.editor, config, objective, self.accelerator, merged)
         self.means = Means(2 + len(config.constraints)).to(model.device)
@@ -179,6 +180,12 @@ class Train(Run):
             "optimizer": self.learner.optimizer,
             "multiplier_optimizer": self.learner.lagrangian.optimizer,
         }
+
+    def _covariance(self, revisions: list[Revision]) -> Covariance:
+        """The covariance of a sample of control inputs."""
+        sample = [revisions[i] for i in self.sampler.pool[:COVARIANCE_INPUTS]]
+        known = {revision.input: revision.prediction for revision in sample}
+        return Covariance.compute(self.model, known, known)
 
     # The loop
 
