@@ -320,6 +320,13 @@ def test_a_run_limited_by_minutes(checker: Path, claims: Path, tmp_path: Path) -
     assert 1 <= len(read_lines(tmp_path / "run" / "metrics.jsonl")) <= 3
 
 
+def test_one_validation_per_epoch(checker: Path, claims: Path, tmp_path: Path) -> None:
+    """An epoch has as many rows as there are revisions: here 54, in steps of 2 edits with 6 rows."""
+    config = replace(QUICK, steps=20, edits=2, validations=100, validate_epochs=True)
+    start(config, checker, tmp_path / "run").run(claims)
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [5, 9, 14, 18, 20]
+
+
 # Bad input
 
 

@@ -89,6 +89,7 @@ class TrainConfig:
     # Choosing the best editor
     holdout: int = 500  # revisions held out of train without --valid, at most a tenth
     validations: int = 60  # in the whole run
+    validate_epochs: bool = False  # validate once per epoch instead: when as many rows were run as there are revisions
     validation_edits: int = 128  # drawn for each validation
     validation_inputs: int = 32  # control inputs per validation
     validation_paraphrases: int = 2  # per edit, of each kind
