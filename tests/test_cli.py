@@ -77,6 +77,16 @@ def test_edit_show_apply(edit, run, home: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "newer").exists()
 
 
+def test_edit_with_inputs_to_protect(edit, home: Path, tmp_path: Path) -> None:
+    text, _, target = one_edit(home)
+    others = tmp_path / "others.jsonl"
+    others.write_text("".join(json.dumps({"input": question}) + "\n" for question in QUESTIONS[1:]))
+    common = ["--input", text, "--target", target, "--max-updates", 1, "--keep-failed", "--json"]
+    plain, protected = edit(*common).json, edit(*common, "--others", others).json
+    assert protected["rank"] < plain["rank"], "one row per token, and none for the bias"
+    assert protected["norm"] != plain["norm"]
+
+
 def test_edit_many_facts(edit, home: Path, tmp_path: Path) -> None:
     model = load_model(home / "model", "cpu")
     lines = [{"input": x, "target": model.candidates([x], 2)[0][1]} for x in QUESTIONS]

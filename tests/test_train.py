@@ -243,6 +243,7 @@ def test_stages_are_reported(checker: Path, claims: Path, tmp_path: Path) -> Non
         {"others": ("unsure",)},
         {"others": ("unsure", "near"), "constraint": "lp"},
         {"others": ("uniform", "unsure", "near"), "ema": 0.5},
+        {"ridge": 0.5, "updates": 2},
         {"editor": replace(SMALL, gradients=False)},
     ],
     ids=str,
@@ -317,6 +318,13 @@ def test_a_run_limited_by_minutes(checker: Path, claims: Path, tmp_path: Path) -
     result = start(replace(QUICK, minutes=0.03, steps=100_000), checker, tmp_path / "run").run(claims)
     assert result["seconds"] > 0.9, "at least half of the time"
     assert 1 <= len(read_lines(tmp_path / "run" / "metrics.jsonl")) <= 3
+
+
+def test_one_validation_per_epoch(checker: Path, claims: Path, tmp_path: Path) -> None:
+    """An epoch has as many rows as there are revisions: here 54, in steps of 2 edits with 6 rows."""
+    config = replace(QUICK, steps=20, edits=2, validations=100, validate_epochs=True)
+    start(config, checker, tmp_path / "run").run(claims)
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [5, 9, 14, 18, 20]
 
 
 # Bad input

@@ -21,11 +21,12 @@ def test_every_preset_is_a_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "rows", "margins"), [("paper-fc", 1024, (1e-1, 1e-3)), ("paper-qa", 256, (1e-3, 1e-5))]
+    ("preset", "rows", "margins"), [("paper-fc", 256, (1e-1, 1e-3)), ("paper-qa", 64, (1e-3, 1e-5))]
 )
 def test_the_papers_schedules(preset: str, rows: int, margins: tuple[float, float]) -> None:
     config = resolve_config(preset, None, [], {})
-    assert (config.steps, config.warmup, config.edits, config.rows) == (200_000, 1000, 1, rows)
+    assert (config.steps, config.warmup, config.edits, config.rows) == (200_000, 1000, 4, rows)
+    assert config.validate_epochs
     assert (config.margin, config.margin_floor) == margins
     assert (config.optimizer, config.lr, config.multiplier_lr, config.weight_decay) == ("adam", 3e-4, 1e-1, 1e-2)
     assert (config.margin_factor, config.anneal_above, config.multiplier_schedule) == (0.8, 0.9, "linear")
@@ -115,6 +116,7 @@ def test_all_problems_at_once() -> None:
         (["others=far"], "others=far must be one of uniform, unsure, near"),
         (['targets=["gold","silver"]'], "targets=silver must be one of beam, gold, relation, invented"),
         (['others=["near","unsure"]', "rows=3"], "rows=3 must be at least 4"),
+        (["ridge=1", "together=8"], "ridge=1.0 needs together=1"),
         (["ema=1"], "ema=1.0 must be above 0 and below 1"),
         (["editor.depth=3"], "unknown setting editor.depth"),
         (["method=hypr"], "there is no edit method called 'hypr'; did you mean hyper?"),

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from factpatch.cli import common
 from factpatch.cli.common import MAX_UPDATES, Device, Json, MaxUpdates, Model, Seed, SkipBad, Template, escape
+from factpatch.cli.others import read_others
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, read_numbered_edits, same
 from factpatch.files import check_writable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from factpatch.models import TaskModel
 
 
+MAX_OTHERS = 500
 PREDICTED_PER_BATCH = 256  # facts; a bad one is reported before those after it are predicted
 
 
@@ -33,6 +35,13 @@ def edit(
         Path | None, typer.Option(help='Many edits: a file with one {"input": ..., "target": ...} per line.')
     ] = None,
     max_updates: MaxUpdates = MAX_UPDATES,
+    others: Annotated[
+        Path | None,
+        typer.Option(
+            help='Inputs whose answers should change as little as possible: one {"input": ...} per line, such as a '
+            "revision file."
+        ),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(help="The patch file to write; with --facts a new folder for all patches.")
     ] = None,
@@ -64,7 +73,12 @@ def edit(
 
         common.prepare(seed)
         task_model = common.load(model, device, template=template)
-        method = Looped(load_editor(editor, task_model.device), max_updates)
+        loaded = load_editor(editor, task_model.device)
+        if others is not None:
+            from factpatch.covariance import Covariance
+
+            loaded.solve_against(Covariance.compute(task_model, read_others(others, model, MAX_OTHERS)))
+        method = Looped(loaded, max_updates)
     edits = _usable(task_model, asked, skip_bad)
     bad += len(asked) - len(edits)
 

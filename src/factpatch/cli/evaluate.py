@@ -67,6 +67,13 @@ def evaluate(
     max_updates: Annotated[
         int | None, typer.Option(min=1, help="Maximum updates per edit. Default: 5 with --loop, otherwise 1.")
     ] = None,
+    ridge: Annotated[
+        float | None,
+        typer.Option(
+            help="Give an editor's updates their least-squares form with this ridge, such as 1: they then change less "
+            "for inputs like those of --others."
+        ),
+    ] = None,
     together: Annotated[
         str | None, typer.Option(help="Also measure N facts edited together, for each N of a list such as 1,16,64.")
     ] = None,
@@ -80,7 +87,7 @@ def evaluate(
     others: Annotated[
         str | None,
         typer.Option(
-            help="Revision file that --merge, ultraedit and memit are fitted to. "
+            help="Revision file that --merge, --ridge, ultraedit and memit are fitted to. "
             "Default: the part of --data that is not measured."
         ),
     ] = None,
@@ -116,10 +123,10 @@ def evaluate(
     Example: factpatch evaluate --model runs/qa --editor runs/qa-editor --data dev.jsonl --output runs/qa-dev
     """
     updates = max_updates or (MAX_UPDATES if loop else 1)
-    check_options(method, editor, layers, bound, select, valid, updates)
+    check_options(method, editor, layers, bound, select, valid, updates, ridge)
     options = parse_options(setting, method, editor, select)
     sizes = parse_sizes(together)
-    if not sizes and (scope or (others and not needs_sample(method))):
+    if not sizes and (scope or (others and ridge is None and not needs_sample(method))):
         raise typer.BadParameter("--others and --scope are only used by --together; add it, or leave them out")
     if scope and merge != "scope":
         raise typer.BadParameter("--scope is only used by --merge scope")
@@ -130,7 +137,15 @@ def evaluate(
         from factpatch.data.holdout import hash_shuffled
         from factpatch.data.revisions import hash_revisions, load_revisions, teachable
         from factpatch.device import find_device
-        from factpatch.evaluation import COVERED, MergeOptions, Together, count_joint_edits, precise, sampled
+        from factpatch.evaluation import (
+            COVERED,
+            MergeOptions,
+            Together,
+            count_joint_edits,
+            precise,
+            sampled,
+            solve_against_inputs,
+        )
         from factpatch.evaluation import evaluate as run
         from factpatch.models import load_model
         from factpatch.processes import join_processes
@@ -147,7 +162,7 @@ def evaluate(
     with precise(task_model, precision, baseline=editor is None):
         sample, controls = sampled(task_model, revisions, edits, retain, seed, targets)
         unused: list[Revision] = []
-        if joint or needs_sample(method):
+        if joint or ridge is not None or needs_sample(method):
             unused = fitted_to if fitted_to is not None else _without(revisions, [*sample, *controls])
             if not unused:  # nothing is fitted to inputs that it is measured on
                 unused, controls = controls[::2], controls[1::2]
@@ -163,8 +178,11 @@ def evaluate(
             chosen = _method(task_model, method, editor, {"layers": layers, "bound": bound, **options}, updates)
             if chosen.needs_sample:
                 chosen = chosen.calibrated(task_model, teachable(task_model, unused))
+            if ridge is not None:
+                solve_against_inputs(task_model, chosen, unused, ridge)
         settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed, "targets": targets}
-        settings |= {"others": others} if others or joint else {}
+        settings |= {"others": others} if others or joint or ridge is not None else {}
+        settings |= {"ridge": ridge} if ridge is not None else {}
         settings |= {"scope": scope, "mode": mode, "refine": refine} if joint else {}
         settings |= {"set": options} if options else {}
         settings |= {"sample_hash": hash_revisions(unused)} if needs_sample(method) else {}

@@ -19,6 +19,7 @@ def check_options(
     select: bool,
     valid: str | None,
     updates: int,
+    ridge: float | None = None,
 ) -> None:
     """Refuses combinations of options that do not make sense, before anything is loaded."""
     _check_method(method, editor)
@@ -26,6 +27,8 @@ def check_options(
         raise typer.BadParameter("a trained editor changes the layers it was trained for; leave --layers out")
     if editor is None and updates > 1:
         raise typer.BadParameter("--loop and --max-updates need a trained --editor")
+    if editor is None and ridge is not None:
+        raise typer.BadParameter("--ridge needs a trained --editor")
     if method == "zhu" and (bound is None) != select:
         raise typer.BadParameter("zhu needs either --bound or --select")
     if method != "zhu" and bound is not None:

@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from factpatch.covariance import Covariance
 from factpatch.deltas import Delta, LowRank, unstack
 from factpatch.editors.base import EditMethod
+from factpatch.editors.least_squares import LeastSquares, real_tokens, with_distinct_widths
 from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError, reason
 from factpatch.facts import FactEdit
@@ -66,6 +68,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         self.config = config
         self.log_ridge: nn.Parameter | None
         self.register_parameter("log_ridge", None)
+        self.least_squares: LeastSquares | None = None
 
     @classmethod
     def for_model(cls, model: TaskModel, config: Any = None, layers: Sequence[str] = ("*",)) -> Self:
@@ -96,7 +99,20 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
 
     def update(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Delta]:
         """One update per edit as a stack per weight, differentiable in the editor's parameters."""
-        return self(batch.condition, self.trace(model, batch, under))
+        if self.least_squares is None:
+            return self(batch.condition, self.trace(model, batch, under))
+        rows = with_distinct_widths(batch.rows)
+        traces = self.trace(model, EditBatch(rows, batch.condition), under)
+        return self.least_squares(self(batch.condition, traces), traces, real_tokens(model, rows))
+
+    def solve_against(self, covariance: Covariance, ridge: float = 1.0) -> None:
+        """From now on, gives updates in their least-squares form, which changes other answers less.
+
+        `covariance` is computed from ordinary inputs; larger values of `ridge` protect their answers better, smaller
+        ones the edits. The editor saves what it needs for this.
+        """
+        device = next(self.parameters()).device
+        self.least_squares = LeastSquares.fitted(covariance, self.shapes, ridge, device)
 
     def learn_ridge(self) -> nn.Parameter:
         """Adds log λ of each weight to the parameters; λ weighs control inputs against edits in a merge."""
@@ -196,6 +212,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
             "editor": asdict(self.config),
             "weights": self.shapes,
         }
+        if self.least_squares is not None:
+            config["least_squares"] = {"ridge": self.least_squares.ridge, "readers": self.least_squares.readers}
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         config["checksum"] = _checksum(config, state)
         save_file(state, folder / "editor.safetensors")
@@ -217,6 +235,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
             with torch.device("meta"):
                 embeddings = next((t for name, t in state.items() if name.endswith("embedding.weight")), torch.empty(0))
                 editor = cls.build(shapes, torch.empty_like(embeddings, device="meta"), saved["base"], config)
+                if "least_squares" in saved:
+                    editor.least_squares = LeastSquares(**saved["least_squares"], shapes=shapes)
             if "log_ridge" in state:
                 editor.log_ridge = nn.Parameter(torch.zeros(len(shapes), device="meta"))
             editor.load_state_dict(state, assign=True)

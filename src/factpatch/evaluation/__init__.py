@@ -2,7 +2,7 @@
 
 from factpatch.evaluation.baselines import count_choices, select
 from factpatch.evaluation.measure import measure, predicted_now
-from factpatch.evaluation.merges import MERGES, MergeOptions
+from factpatch.evaluation.merges import MERGES, MergeOptions, solve_against_inputs
 from factpatch.evaluation.run import evaluate, precise, sampled
 from factpatch.evaluation.summary import Result, Summary
 from factpatch.evaluation.together import COVERED, Together, count_joint_edits
@@ -22,4 +22,5 @@ __all__ = [
     "predicted_now",
     "sampled",
     "select",
+    "solve_against_inputs",
 ]

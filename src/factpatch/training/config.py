@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 MIXTURES = ("targets", "others")  # settings that may name several choices
 POSITIVE = (
     *("p", "margin", "margin_floor", "lp_margin", "lp_margin_floor", "margin_factor", "updates", "edits", "split"),
-    *("together", "multiplier"),
+    *("together", "multiplier", "ridge"),
     *("rows", "max_tokens", "steps", "lr", "multiplier_lr", "holdout", "validations", "validation_edits"),
     *("validation_inputs", "validation_share", "final_edits", "final_inputs", "control_pool", "minutes", "clip"),
 )
@@ -59,6 +59,7 @@ class TrainConfig:
     paraphrase_rows: int = 1  # paraphrases drawn per edit
     label_smoothing: float = 0.0  # of the edit loss
     targets: tuple[str, ...] = ("beam",)  # kinds of answers to edit to, drawn with equal chance: see data/targets.py
+    ridge: float | None = None  # λ of the least-squares form of updates, against control inputs; None means as they are
     updates: int = 1  # updates per edit, each computed on the model as the previous one left it
     together: int = 1  # edits that each step merges into one patch; a value above 1 also sets `edits`
 
@@ -88,6 +89,7 @@ class TrainConfig:
     # Choosing the best editor
     holdout: int = 500  # revisions held out of train without --valid, at most a tenth
     validations: int = 60  # in the whole run
+    validate_epochs: bool = False  # validate once per epoch instead: when as many rows were run as there are revisions
     validation_edits: int = 128  # drawn for each validation
     validation_inputs: int = 32  # control inputs per validation
     validation_paraphrases: int = 2  # per edit, of each kind
@@ -177,6 +179,8 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield f"split={config.split} must not be above edits={config.edits}"
     if not config.layers:
         yield "layers must name at least one pattern"
+    if config.together > 1 and config.ridge is not None:
+        yield f"ridge={config.ridge} needs together=1: a merge learns its own ridge"
     if config.together > 1 and (config.updates > 1 or config.split > 1 or config.constraint not in ("kl", "none")):
         yield f"together={config.together} needs updates=1, split=1 and the constraint kl or none"
 

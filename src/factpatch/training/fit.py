@@ -178,7 +178,7 @@ class Fit(Run):
         self.loss = torch.zeros(())
         self._start(config.steps or max(1, round(config.epochs * per_epoch)))
         self.batches = batches_from(examples, config.batch, config.seed, self.step)
-        self._loop(config.validations, config.checkpoint_seconds)
+        self._loop(lambda done: int(done * config.validations), config.checkpoint_seconds)
         network.load_state_dict(self.best)
         network.eval().requires_grad_(False)
 

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -118,19 +118,24 @@ class Run(ABC):
         """Starts training, from the beginning or from the checkpoint."""
         self.clock.start(steps, self._load_checkpoint() if self.resume else 0.0)
 
-    def _loop(self, validations: int, checkpoint_seconds: float, validation_share: float | None = None) -> None:
-        """Trains to the end. A request to stop raises a TrainingError."""
+    def _loop(
+        self, due_by: Callable[[float], int], checkpoint_seconds: float, validation_share: float | None = None
+    ) -> None:
+        """Trains to the end. A request to stop raises a TrainingError.
+
+        `due_by` returns how many validations are due when a share of the run is done.
+        """
         done, _ = sync_progress(self.accelerator, self.clock.share(self.step), False)
-        validated = int(done * validations)
+        validated = due_by(done)
         reported = saved = time.perf_counter()
         with stop_signals(self.accelerator.is_main_process) as asked_to_stop:
             while done < 1 or self.step == 0:
                 self._update(done)
                 self.step += 1
                 done, stop = sync_progress(self.accelerator, self.clock.share(self.step), asked_to_stop.is_set())
-                due = int(done * validations) > validated and self._has_time_to_validate(done, validation_share)
+                due = due_by(done) > validated and self._has_time_to_validate(done, validation_share)
                 if due or done >= 1:
-                    validated = int(done * validations)
+                    validated = due_by(done)
                     self._timed_validation(validated)
                 # Only the main process reports. If it finds that the run has diverged, it raises; the other processes
                 # find out at the next validation.

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from factpatch.covariance import Covariance
 from factpatch.deltas import Delta, Dense
 from factpatch.editors import EditBatch, TrainableEditor
-from factpatch.models import Causal, Rows, TaskModel
-from factpatch.models.rows import NO_TARGET
+from factpatch.editors.least_squares import real_tokens, with_distinct_widths
+from factpatch.models import Rows
 from factpatch.solving import cholesky
 from factpatch.training.batcher import StepBatch
 from factpatch.training.graphs import Tensors
@@ -138,7 +137,7 @@ class MergedGradients:
             yield batch.part(slice(start, start + chunk))
 
     def _edits_per_chunk(self, rows: Rows) -> int:
-        widest = max(mask.shape[1] for mask in _real_tokens(self.model, rows))
+        widest = max(mask.shape[1] for mask in real_tokens(self.model, rows))
         edit_bytes = 4 * COPIES * widest * sum(sum(self.editor.shapes[name]) for name in self.readers)
         budget = CPU_CHUNK_BYTES
         if self.model.device.type == "cuda":
@@ -147,9 +146,9 @@ class MergedGradients:
 
     def _keys_and_values(self, batch: EditBatch) -> Iterator[tuple[str, Tensor, Tensor]]:
         """For each weight, the layer's inputs at the edits' tokens, and what each edit's change adds to its outputs."""
-        rows = _with_distinct_widths(batch.rows)
+        rows = with_distinct_widths(batch.rows)
         traces = self.editor.trace(self.model, EditBatch(rows, batch.condition))
-        real = {mask.shape[1]: mask.flatten().nonzero()[:, 0] for mask in _real_tokens(self.model, rows)}
+        real = {mask.shape[1]: mask.flatten().nonzero()[:, 0] for mask in real_tokens(self.model, rows)}
         for name, delta in self.editor(batch.condition, traces).items():
             if name in self.readers:
                 X = traces[name].X.float()  # (edits, tokens, in)
@@ -160,21 +159,3 @@ class MergedGradients:
 def _added(delta: Delta, X: Tensor) -> Tensor:
     """What each edit's change adds to the layer's output: (edits, tokens, out)."""
     return delta.add_rows(X.new_zeros(*X.shape[:2], delta.shape[0]), X)
-
-
-def _with_distinct_widths(rows: Rows) -> Rows:
-    """Pads answers by one token if they are as wide as the inputs, so that the width shows which ones a layer reads."""
-    labels = rows.labels
-    if labels is None or labels.dim() == 1 or labels.shape[1] != rows.inputs["input_ids"].shape[1]:
-        return rows
-    return Rows(rows.inputs, F.pad(labels, (0, 1), value=NO_TARGET))
-
-
-def _real_tokens(model: TaskModel, rows: Rows) -> list[Tensor]:
-    """Masks of the tokens that are not padding, one per text that layers read: (edits, tokens) each."""
-    if isinstance(model, Causal):  # reads prompt and answer as one text
-        return [model.joint_inputs(rows)["attention_mask"].bool()]
-    masks = [rows.inputs["attention_mask"].bool()]
-    if rows.labels is not None and rows.labels.dim() > 1:
-        masks.append(rows.labels.ne(NO_TARGET))
-    return masks

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.tracking import get_available_trackers
 
-from factpatch.covariance import Covariance
 from factpatch.data.holdout import hash_shuffled
 from factpatch.data.records import source_hash
 from factpatch.data.revisions import Revision, load_revisions, teachable
 from factpatch.data.targets import check_kinds, find_targets
 from factpatch.device import find_dtype, surroundings
-from factpatch.editors import Looped, TrainableEditor, find_method, load_editor
-from factpatch.editors.trainable import matching_shapes
-from factpatch.errors import InputError, MismatchError, TrainingError
+from factpatch.editors import Looped, find_method
+from factpatch.errors import InputError, TrainingError
 from factpatch.files import atomic_file
 from factpatch.models import TaskModel
 from factpatch.patch import hash_tensors
 from factpatch.processes import accelerator_on
 from factpatch.training.averaging import MovingAverage
 from factpatch.training.batcher import Batcher
-from factpatch.training.config import TrainConfig, config_to_json, editor_config_class
+from factpatch.training.config import TrainConfig, config_to_json
 from factpatch.training.controls import prepare_controls
 from factpatch.training.objective import Objective
+from factpatch.training.preparing import covariance_of, in_float32, trained_editor
 from factpatch.training.run import Run, copy_of, within_error_of_best
 from factpatch.training.sampler import Sampler
 from factpatch.training.step import Learner, Means
@@ -39,7 +37,6 @@ from factpatch.training.together import MergedGradients, merged_at
 from factpatch.training.unedited import unedited_outputs
 from factpatch.training.validation import Validator, split_revisions
 
-COVARIANCE_INPUTS = 2000  # control inputs from which the covariance for merging is computed
 FINAL_SHARE = 0.1  # maximum share of the time for the measurement at the end, in runs limited by minutes
 ENOUGH_STEPS, ENOUGH_SUCCESS = 200, 0.5  # an editor below either of them does not count as trained
 
@@ -83,7 +80,7 @@ class Train(Run):
         self.model = model
         torch.manual_seed(config.seed)
         if init:
-            self.editor, self.config = _trained_editor(init, model, config)
+            self.editor, self.config = trained_editor(init, model, config)
         else:
             self.editor = find_method(config.method).load_class().for_model(model, config.editor, config.layers)
         self.init = hash_tensors(self.editor.state_dict()) if init else None
@@ -117,7 +114,7 @@ class Train(Run):
         held_out, revisions = self._read(train, valid, bad.append if skip_bad else None)
         dtype = find_dtype(self.config.precision, self.model.device.type)
         # Validations use the precision in which editors are evaluated.
-        precise = _in_float32(self.model) if self.model.near_ties and dtype != torch.float32 else self.model
+        precise = in_float32(self.model) if self.model.near_ties and dtype != torch.float32 else self.model
         with self.model.in_precision(dtype):
             self._prepare(precise, held_out, revisions, valid or train)
             self._train()
@@ -153,9 +150,12 @@ class Train(Run):
         revisions = teachable(model, revisions)
         targets = find_targets(model, revisions, config.targets, config.seed)
         self.sampler = Sampler(revisions, config, targets)
+        self.epoch_rows = len(revisions)
         if self.init is None:
             self.editor.calibrated(model, hash_shuffled(revisions, config.seed))
-            self.best = copy_of(self.editor)
+        if config.ridge is not None:
+            self.editor.solve_against(covariance_of(model, revisions, self.sampler.pool), config.ridge)
+        self.best = copy_of(self.editor)
         self.batcher = Batcher(model, self.editor, revisions, config, targets)
 
         def on_share(share: float) -> None:
@@ -166,8 +166,7 @@ class Train(Run):
         objective = Objective(model, config, unedited)
         merged = None
         if config.together > 1:
-            sample = [revisions[i].input for i in self.sampler.pool[:COVARIANCE_INPUTS]]
-            self.validator.covariance = covariance = Covariance.compute(model, sample)
+            self.validator.covariance = covariance = covariance_of(model, revisions, self.sampler.pool)
             merged = MergedGradients(self.editor, objective, covariance)
         self.learner = Learner(self.editor, config, objective, self.accelerator, merged)
         self.means = Means(2 + len(config.constraints)).to(model.device)
@@ -191,7 +190,12 @@ class Train(Run):
         if config.tracker:
             simple = {k: v if isinstance(v, int | float) else str(v) for k, v in asdict(config).items()}
             self.accelerator.init_trackers("factpatch", simple)
-        self._loop(config.validations, config.checkpoint_seconds, config.validation_share)
+        self._loop(self._validations_due, config.checkpoint_seconds, config.validation_share)
+
+    def _validations_due(self, done: float) -> int:
+        if self.config.validate_epochs:
+            return self.step * self.config.edits * self.config.rows // self.epoch_rows
+        return int(done * self.config.validations)
 
     def _update(self, share: float) -> None:
         """One step. Each process takes its share of the edits and, if these do not fit, runs them in parts."""
@@ -326,23 +330,6 @@ class Train(Run):
             scratch.write_text(json.dumps(about, indent=2) + "\n")
         with atomic_file(self.folder.path / "metrics.jsonl") as scratch:
             scratch.write_text("".join(json.dumps(record) + "\n" for record in self.metrics))
-
-
-def _trained_editor(folder: str | Path, model: TaskModel, config: TrainConfig) -> tuple[TrainableEditor, TrainConfig]:
-    """Loads a trained editor to start from, and returns it with a config that has its settings."""
-    editor = load_editor(folder, model.device)
-    editor.check_fits(model)
-    if config.editor not in (editor.config, editor_config_class(config.method)()) or config.method != editor.name:
-        raise MismatchError(f"the editor in {folder} has other settings than editor.* here; leave these out")
-    if config.layers != ("*",) and matching_shapes(model, config.layers) != editor.shapes:
-        raise MismatchError(f"the editor in {folder} edits other weights than layers names; leave layers out")
-    return editor, replace(config, editor=editor.config, layers=tuple(editor.shapes))
-
-
-def _in_float32(model: TaskModel) -> TaskModel:
-    """A copy of a model in float32, with the fingerprint of the original."""
-    _ = model.fingerprint  # cached before copying, so that the copy has it, too
-    return copy.deepcopy(model).cast(torch.float32)
 
 
 def _score(found: dict[str, Any]) -> float:
