@@ -39,7 +39,7 @@ def load_tools() -> tuple[Any, Any, Any]:
 
 experiment, result_pages, results = load_tools()
 EXPERIMENTS = experiment.read_experiments(TOOLS / "experiments")
-PLAN = experiment.Plan(EXPERIMENTS, Path("data"), Path("models"), Path("runs/results"))
+PLAN = experiment.Plan(EXPERIMENTS, Path("data"), Path("models"), Path("runs"))
 
 TOY = """
 [variables]
@@ -81,7 +81,16 @@ rows = [
     { label = "Fine-tune", step = "dev-finetune", paper = [100, 86.95] },
 ]
 """
-PAGE = "# Toy\n\n<!-- table toy -->\n<!-- end -->\n\nProse stays.\n\n<!-- commands toy -->\n<!-- end -->\n"
+PAGE = """# Toy
+
+<!-- table toy -->
+<!-- end -->
+
+Prose stays, with `<!-- table toy -->` in it.
+
+<!-- commands toy -->
+<!-- end -->
+"""
 SUMMARY = {"fingerprint": "f", "precision": "float32", "products": "highest", "revisions": "r", "model_kind": "bert"}
 
 
@@ -262,8 +271,8 @@ def test_the_page_shows_means_intervals_and_seeds_beside_the_paper(bench: Bench)
     assert "| Editor | 3 seeds | 90.0 to 92.0 | 95.00 to 95.00 |" in bench.page
     assert "10 edits × 20 control inputs, float32" in bench.page
     assert "Minutes of training, at most: Editor 2.0." in bench.page
-    assert "Prose stays." in bench.page
-    assert "# for each seed: 0, 1, 2\n# with the best of tune\nfactpatch train --model runs/results/toy" in bench.page
+    assert "Prose stays, with `<!-- table toy -->` in it." in bench.page
+    assert "# for each seed: 0, 1, 2\n# with the best of tune\nfactpatch train --model runs/toy" in bench.page
     assert str(bench.folder) not in bench.page + json.dumps(bench.record("dev-editor-1"))
 
 
@@ -390,22 +399,20 @@ def arguments(step: Any) -> list[str]:
     return PLAN.command(step, tried[0].values if tried else {})
 
 
+COMMANDS: Any = typer.main.get_command(app)
+
+
 def parsed(step: Any) -> Any:
-    words = arguments(step)
-    command: Any = typer.main.get_command(app)
+    words, command = arguments(step), COMMANDS
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]
     return command.make_context(command.name, words)
 
 
-def has_targets() -> bool:
-    command: Any = typer.main.get_command(app)
-    return any("--targets" in parameter.opts for parameter in command.commands["evaluate"].params)
-
-
 @pytest.mark.parametrize("name", list(EXPERIMENTS))
 def test_every_command_is_understood(name: str) -> None:
-    if name == "truth" and not has_targets():
+    options = {option for parameter in COMMANDS.commands["evaluate"].params for option in parameter.opts}
+    if name == "truth" and "--targets" not in options:
         pytest.skip("factpatch evaluate has no --targets yet")
     for step in EXPERIMENTS[name].steps:
         options = parsed(step).params
@@ -448,10 +455,6 @@ def test_pages_are_up_to_date() -> None:
     shown = set()
     for path in (ROOT / "docs").rglob("*.md"):
         text = path.read_text(encoding="utf-8")
-        assert pages.rewritten(text) == text, f"{path.name}: run `make results ONLY= PAGES=1`"
-        shown |= {name for kind, name in re_marks(text) if kind == "table"}
+        assert pages.rewritten(text) == text, f"{path.name}: run `make results ARGS=--pages`"
+        shown |= {found[3] for found in result_pages.MARKED.finditer(text) if found[2] == "table"}
     assert shown == {table["name"] for one in EXPERIMENTS.values() for table in one.tables}
-
-
-def re_marks(text: str) -> list[tuple[str, str]]:
-    return [(found[2], found[3]) for found in result_pages.MARKED.finditer(text)]

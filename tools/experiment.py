@@ -16,7 +16,6 @@ from factpatch.errors import InputError
 KEYS = {"like", "version", "variables", "steps", "tables"}
 STEP_KEYS = {"name", "run", "each", "best", "by", "version"}
 PLACES = ("data", "models", "out")  # names for the folders of data and models, and for what a step itself writes
-RUNS = "runs/results"  # where published commands write
 
 
 class Text(string.Template):
@@ -197,6 +196,6 @@ class Plan:
 
     def generalised(self, text: str) -> str:
         """Text in which this machine's folders are replaced by general names."""
-        for folder, name in ((self.work, RUNS), (self.data, "data"), (self.models, "models")):
+        for folder, name in ((self.work, "runs"), (self.data, "data"), (self.models, "models")):
             text = text.replace(f"{folder}/", f"{name}/")
         return text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from factpatch.errors import InputError
 from factpatch.files import atomic_file
 from factpatch.metrics import METRICS
 
-MARKED = re.compile(r"(<!-- (table|settings|commands) ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"^(<!-- (table|settings|commands) ([\w-]+) -->\n).*?^(<!-- end -->)$", re.DOTALL | re.MULTILINE)
 CONDITIONS = {
     "fingerprint": "model",
     "precision": "precision",
@@ -80,7 +81,7 @@ class Pages:
         parts = [_grid(["Method", *titles], [[row.label, *line] for row, line in zip(rows, cells, strict=True)])]
         if done := [row for row in rows if row.records]:
             parts += [] if facts else _spread(done, table["columns"])
-            parts.append(_folded(_conditions(done) + self._training(done)) + "\n")
+            parts.append(_folded((_conditions(done) + self._training(done)).split()) + "\n")
         return "\n".join(parts)
 
     def _row(self, experiment: Experiment, row: dict[str, Any]) -> Row:
@@ -134,12 +135,12 @@ class Pages:
             notes = [f"for each {'; '.join(each)}"] if each else []
             notes += [f"with the best of {step.best}"] if step.best else []
             command = self._record(step.key).get("command") or self.plan.shown(step)
-            lines.append("".join(f"# {note}\n" for note in notes) + _folded(command, " \\\n    ", r" (?=--)"))
+            lines.append("".join(f"# {note}\n" for note in notes) + _folded(_arguments(command), " \\\n    "))
         return "```\n" + "\n".join(reversed(lines)) + "\n```\n"
 
     def rewritten(self, text: str) -> str:
         """A page's text, with everything between its marks made again."""
-        return MARKED.sub(lambda found: found[1] + self.content(found[2], found[3]) + found[4], text)
+        return MARKED.sub(lambda found: f"{found[1]}\n{self.content(found[2], found[3])}\n{found[4]}", text)
 
 
 def write_pages(plan: Plan, experiments: Iterable[Experiment], docs: Path) -> None:
@@ -229,12 +230,23 @@ def _grid(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in [titles, rule, *lines])
 
 
-def _folded(text: str, joint: str = "\n", gap: str = " ") -> str:
-    """Text on lines of at most 120 characters, broken at gaps."""
+def _folded(parts: Iterable[str], joint: str = "\n") -> str:
+    """Parts on lines of at most 120 characters."""
     lines = [""]
-    for part in re.split(gap, text):
+    for part in parts:
         if lines[-1] and len(lines[-1]) + len(part) + len(joint) > WIDTH:
             lines.append(part)
         else:
             lines[-1] = f"{lines[-1]} {part}".strip()
     return joint.join(lines)
+
+
+def _arguments(command: str) -> list[str]:
+    """The arguments of a command, each option together with its value."""
+    parts: list[str] = []
+    for word in shlex.split(command):
+        if parts and parts[-1].startswith("--") and " " not in parts[-1] and not word.startswith("--"):
+            parts[-1] += f" {shlex.quote(word)}"
+        else:
+            parts.append(shlex.quote(word))
+    return parts

@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None, call: Call = call_factpatch) ->
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="steps to run at the same time")
     parser.add_argument("--data", type=Path, default=Path("shared/data"), help="folder of fever, zsre and counterfact")
     parser.add_argument("--models", type=Path, default=Path("models"), help="folder of the pretrained models")
-    parser.add_argument("--work", type=Path, default=Path("runs/results"), help="folder for what the steps write")
+    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder for what the steps write")
     parser.add_argument("--experiments", type=Path, default=ROOT / "tools" / "experiments", help="folder of TOML files")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the pages with tables")
     options = parser.parse_args(arguments)
