@@ -210,11 +210,20 @@ def test_an_error_stops_only_the_steps_that_need_it(bench: Bench, capsys: pytest
     assert "toy/dev-editor-1: blocked" in out
     assert "failed: 1, blocked: 2" in err
     assert "| Editor | 91.0 | 98.80 |" in bench.page, "the mean of the other two seeds"
+    assert not (bench.folder / "docs/results/runs/toy/dev-editor-1.json").exists()
     bench.failing = None
     assert bench.run() == 0
     assert bench.outputs == ["editor-1", "dev-editor-1", "report"]
     assert bench.commands[0][-2:] == ["--resume", "--json"]
     assert bench.record("editor-1")["resumed"]
+
+
+def test_a_result_is_not_shown_after_its_step_has_failed(bench: Bench) -> None:
+    bench.run()
+    bench.failing = "finetune"
+    bench.write("data/dev.jsonl", "other")
+    assert bench.run() == 1
+    assert "| Fine-tune | not run | 100.00 |" in bench.page
 
 
 def test_an_interrupted_step_starts_anew_if_its_inputs_have_changed(bench: Bench) -> None:

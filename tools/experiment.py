@@ -147,11 +147,18 @@ class Plan:
         return [o for o in found if all(o.values[k] == v for k, v in step.values.items() if k in o.values)]
 
     def needs(self, step: Step) -> list[Step]:
-        """The steps whose output or result a step reads."""
-        tried = self.matching(step, step.best) if step.best else []
-        given = {*PLACES, *(name for other in tried for name in other.values)}
+        """The steps that have to be finished before a step."""
+        return [*self.tried(step), *self.reads(step)]
+
+    def tried(self, step: Step) -> list[Step]:
+        """The steps, the best of which gives a step its values."""
+        return self.matching(step, step.best) if step.best else []
+
+    def reads(self, step: Step) -> list[Step]:
+        """The steps whose output a step reads."""
+        given = {*PLACES, *(name for other in self.tried(step) for name in other.values)}
         names = [name for name in Text(step.run).get_identifiers() if name not in given]
-        return [*tried, *(other for name in names for other in self.matching(step, name) if other not in tried)]
+        return [other for name in names for other in self.matching(step, name)]
 
     def path(self, step: Step) -> Path:
         return self.work / step.experiment / step.name
@@ -162,8 +169,8 @@ class Plan:
 
     def shown(self, step: Step, chosen: Mapping[str, str] | None = None) -> str:
         """The command for readers, without this machine's folders. Values that are not chosen yet are in capitals."""
-        tried = self.matching(step, step.best) if step.best else []
-        chosen = chosen or {name: name.upper() for other in tried for name in other.values if name not in step.values}
+        names = [name for other in self.tried(step) for name in other.values if name not in step.values]
+        chosen = chosen or {name: name.upper() for name in names}
         return self.generalised(shlex.join(["factpatch", *self.command(step, chosen)]))
 
     def command(self, step: Step, chosen: Mapping[str, str]) -> list[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,16 +24,19 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from experiment import Experiment, Plan, Step, read_experiments
 from result_pages import write_pages
 
+from factpatch import __version__
 from factpatch.errors import FactpatchError, FileError, InputError
 from factpatch.files import atomic_file, content_hash
 
 ROOT = Path(__file__).resolve().parent.parent
+INTERRUPTED = 130  # exit status after Ctrl-C
 RESUMES_ITSELF = ("evaluate", "paraphrase", "revise")
 RESUMES_ON_REQUEST = ("fit", "train")
 Call = Callable[[Sequence[str], Path], str]
@@ -111,7 +113,7 @@ class Runner:
             "identity": identity,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(),
-            "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+            "versions": {"factpatch": __version__, **{name: version(name) for name in ("torch", "transformers")}},
             "seed": int(words[words.index("--seed") + 1]) if "--seed" in words else 0,
             "code": code_hash(),
             "resumed": resumed,
@@ -128,8 +130,7 @@ class Runner:
         """The values that a step takes from the best of the steps that its `best` names."""
         if step.best is None:
             return {}
-        scored = [(self._score(other, step.by), other) for other in self.plan.matching(step, step.best)]
-        best = max(scored, key=lambda pair: pair[0])[1]
+        best = max(self.plan.tried(step), key=lambda other: self._score(other, step.by))
         return {name: value for name, value in best.values.items() if name not in step.values}
 
     def _score(self, step: Step, by: Sequence[str]) -> float:
@@ -140,7 +141,7 @@ class Runner:
 
     def _identity(self, step: Step, chosen: dict[str, str]) -> dict[str, Any]:
         """Everything that a step's output depends on. Where data and models lie is not part of it."""
-        inputs = {need.key: self.record(need).get("output") for need in self.plan.needs(step)}
+        inputs = {need.key: self.record(need).get("output") for need in self.plan.reads(step)}
         inputs |= {name: self._hash(path) for name, path in self.plan.files(step, chosen).items()}
         return {"run": self.plan.text(step, chosen), "version": step.version, "inputs": dict(sorted(inputs.items()))}
 
@@ -187,15 +188,17 @@ class Runner:
         return ", ".join([f"done in {record['seconds']:,.0f} s", *figures])
 
     def publish(self, experiment: Experiment, folder: Path) -> None:
-        """Copies the records of finished steps to docs/results/runs, and removes those of steps that are no more."""
+        """Copies the records of finished steps to docs/results/runs.
+
+        Records of steps that do not exist any more, or whose last run failed, are removed.
+        """
         folder = folder / experiment.name
-        for step in experiment.steps:
-            record = self.record(step)
-            if record.get("finished"):
+        kept = [step for step in experiment.steps if self.outcomes.get(step.key) not in ("failed", "blocked")]
+        for step in kept:
+            if self.record(step).get("finished"):
                 with atomic_file(folder / f"{step.name}.json") as scratch:
-                    scratch.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        names = {f"{step.name}.json" for step in experiment.steps}
-        for stale in (path for path in folder.glob("*.json") if path.name not in names):
+                    shutil.copyfile(self._file(step, ".json"), scratch)
+        for stale in set(folder.glob("*.json")) - {folder / f"{step.name}.json" for step in kept}:
             stale.unlink()
 
 
@@ -282,6 +285,9 @@ def main(arguments: Sequence[str] | None = None, call: Call = call_factpatch) ->
     except FactpatchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; rerun the same command to resume", file=sys.stderr)
+        return INTERRUPTED
     counts = {outcome: list(runner.outcomes.values()).count(outcome) for outcome in ("failed", "blocked")}
     if any(counts.values()):
         print(f"error: steps failed: {counts['failed']}, blocked: {counts['blocked']}; see above", file=sys.stderr)
