@@ -58,7 +58,7 @@ def written_out(
     found = []
     for i, number in enumerate(plan.edited):
         revision = known[number]
-        edit = FactEdit(revision.input, revision.alternatives[plan.alternatives[i]], revision.prediction)
+        edit = FactEdit(revision.input, revision.alternatives[plan.targets[i]], revision.prediction)
         paraphrases = training_paraphrases(revision, config)
         texts = [revision.input, *(paraphrases[n] if n >= 0 else revision.input for n in plan.paraphrases[i])]
         found.append((edit, texts, [known[n] for n in plan.controls[i]]))

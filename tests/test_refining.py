@@ -34,7 +34,7 @@ def merged(model: TaskModel) -> tuple[Patch, list[str]]:
 
 def objective(model: TaskModel, patch: Patch, others: list[str]) -> float:
     controls = refining._controls(model, others, set())
-    edits = [refining._Text(edit.x, edit.a) for edit in patch.edits]
+    edits = refining._texts(model, [(edit.x, edit.a) for edit in patch.edits])
     with torch.no_grad(), edited(model.layers, {name: Dense(d.dense()[None]) for name, d in patch.deltas.items()}):
         return float(refining._loss(model, edits) + refining._loss(model, controls))
 

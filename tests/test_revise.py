@@ -146,7 +146,7 @@ def test_counterfacts_target_comes_first(folders: dict[str, Path], tmp_path: Pat
     path.write_text(json.dumps(cases))
     revise(model, path, tmp_path / "out.jsonl")
     for revision in read_revisions(tmp_path / "out.jsonl"):
-        assert revision.alternatives[0] == "rundi"
+        assert revision.alternatives[0] == revision.target == "rundi"
         assert len(revision.alternatives) > 1
         assert revision.answers == ("French",)
 
@@ -263,9 +263,9 @@ def test_an_empty_file_leaves_the_old_revisions(checker: TaskModel, tmp_path: Pa
     assert (tmp_path / "out.jsonl").read_text() == '{"provenance": []}'
 
 
-def test_neighbours_and_subjects_are_kept(model: TaskModel, tmp_path: Path) -> None:
+def test_neighbours_subjects_and_relations_are_kept(model: TaskModel, tmp_path: Path) -> None:
     """Neighbours with the model's predictions, whether the data has one or several, and again from the file itself."""
-    subject = {"subject_entity": "burundi"}
+    subject = {"subject_entity": "burundi", "relation": "capital"}
     near = ["what is the capital of france ?", "who leads africa ?"]
     lines = [
         {"id": "1", "input": "what is the capital of burundi ?", "meta": {**subject, "same_relation": near}},
@@ -277,10 +277,26 @@ def test_neighbours_and_subjects_are_kept(model: TaskModel, tmp_path: Path) -> N
     expected = [Neighbour(text, said) for text, said in zip(near, model.predict(near), strict=True)]
     assert (first.neighbours, second.neighbours) == (tuple(expected), (expected[1],))
     assert edit_of(replace(first, alternatives=("a",))).subject == "burundi"
+    assert (second.relation, third.relation) == ("capital", None)
     assert (third.neighbours, third.subject) == ((), None)
-    assert {"neighbours", "subject"}.isdisjoint(json.loads(third.to_json())), "files without them are as before"
+    assert {"neighbours", "subject", "relation"}.isdisjoint(json.loads(third.to_json())), (
+        "files without them are as before"
+    )
     revise(model, tmp_path / "out.jsonl", tmp_path / "again.jsonl")
     assert list(read_revisions(tmp_path / "again.jsonl")) == [first, second, third]
     bad = {**json.loads(first.to_json()), "neighbours": ["a text"]}
     with pytest.raises(InputError, match='a list of objects with "input" and "prediction"'):
         list(read_revisions(write_lines(tmp_path / "bad.jsonl", [bad])))
+
+
+def test_human_paraphrases_of_a_record_with_its_own_alternative_are_all_kept(model: TaskModel) -> None:
+    text, *others = texts(20)
+    prediction, *answers = model.predict([text, *others])
+    far = next(other for other, answer in zip(others, answers, strict=True) if answer != prediction)
+    target = next(answer for answer in answers if answer != prediction)
+    human = (far, text.upper(), far)
+    (kept,) = revise_records(model, [Record("1", text, alternative=target, rephrases=(far,), human_rephrases=human)])
+    assert kept.human_rephrases == (far,)
+    assert kept.rephrases == ()
+    (filtered,) = revise_records(model, [Record("1", text, human_rephrases=human)])
+    assert filtered.human_rephrases == ()

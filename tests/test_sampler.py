@@ -47,7 +47,7 @@ def test_plans_repeat_and_epochs_see_every_revision_once(known: list[Revision]) 
 
 
 def test_control_inputs_are_drawn_in_proportion_to_their_weights(known: list[Revision]) -> None:
-    config = TrainConfig(edits=30, rows=22)
+    config = TrainConfig(edits=30, rows=22, others=("unsure",))
     sampler, again = Sampler(known, config), Sampler(known, config)
     weights = np.linspace(0, 1, len(sampler.pool))
     sampler.prefer(weights)
@@ -123,7 +123,7 @@ def test_rows_of_a_batch(bert: TaskModel, known: list[Revision]) -> None:
         assert own[2:] == [known[n].input for n in plan.controls[e]]
     assert batch.edit_targets.positions.tolist() == [0, 1, 5, 6, 10, 11]
     assert batch.control_targets.positions.tolist() == [2, 3, 4, 7, 8, 9, 12, 13, 14]
-    wanted = [known[n].alternatives[a] for n, a in zip(plan.edited, plan.alternatives, strict=True)]
+    wanted = [known[n].alternatives[a] for n, a in zip(plan.edited, plan.targets, strict=True)]
     assert batch.edit_targets.labels.tolist() == [label for label in bert.encode_targets(wanted) for _ in range(2)]
     kept = bert.encode_targets([known[n].prediction for n in plan.controls.ravel()])
     assert batch.control_targets.labels.tolist() == kept

@@ -240,8 +240,9 @@ def test_stages_are_reported(checker: Path, claims: Path, tmp_path: Path) -> Non
         {"optimizer": "adam", "weight_decay": 1e-2, "schedule": "constant", "clip": 0.5},
         {"multiplier_schedule": "linear", "control_pool": 20},
         {"precision": "bf16"},
-        {"others": "unsure"},
-        {"others": "unsure", "constraint": "lp"},
+        {"others": ("unsure",)},
+        {"others": ("unsure", "near"), "constraint": "lp"},
+        {"others": ("uniform", "unsure", "near"), "ema": 0.5},
         {"editor": replace(SMALL, gradients=False)},
     ],
     ids=str,
@@ -263,9 +264,35 @@ def test_options(checker: Path, claims: Path, tmp_path: Path, changes: dict[str,
 def test_control_inputs_that_the_model_is_unsure_of(checker: Path, claims: Path, tmp_path: Path) -> None:
     kls = {}
     for others in ("uniform", "unsure"):
-        start(replace(QUICK, others=others), checker, tmp_path / others).run(claims)
+        start(replace(QUICK, others=(others,)), checker, tmp_path / others).run(claims)
         kls[others] = [line["kl"] for line in read_lines(tmp_path / others / "metrics.jsonl")]
     assert kls["uniform"] != kls["unsure"]
+
+
+def test_averaged_weights_are_validated_and_saved(checker: Path, claims: Path, tmp_path: Path) -> None:
+    """Averaging does not influence the steps, and the average is the one that a loop over all steps gives."""
+    config = replace(QUICK, validations=1, anneal_above=0.999)
+    history: list[dict[str, torch.Tensor]] = []
+    plain = start(config, checker, tmp_path / "plain")
+    update = plain._update
+
+    def recorded(share: float) -> None:
+        update(share)
+        history.append({name: p.detach().clone() for name, p in plain.editor.named_parameters()})
+
+    expected = {name: p.detach().clone() for name, p in plain.editor.named_parameters()}
+    plain._update = recorded
+    plain.run(claims)
+    averaging = start(replace(config, ema=0.5), checker, tmp_path / "average")
+    averaging.run(claims)
+    for step, weights in enumerate(history):
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = {name: decay * expected[name] + (1 - decay) * tensor for name, tensor in weights.items()}
+    for folder in ("last", "editor"):  # the only validation is after the last step
+        saved = editor_weights(tmp_path / "average" / folder)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(saved[name], tensor, rtol=1e-5, atol=1e-6)
+    assert any(not torch.allclose(expected[name], tensor, rtol=1e-3) for name, tensor in history[-1].items())
 
 
 def test_some_layers_only(checker: Path, claims: Path, tmp_path: Path) -> None:

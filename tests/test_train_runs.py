@@ -105,7 +105,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
     config = replace(QUICK, edits=5, steps=5, validations=2, optimizer="adam")
     runs = {
         "checker": (fact_checker(tmp_path / "checker"), config),
-        "answerer": (answerer(tmp_path / "answerer"), replace(config, others="unsure")),
+        "answerer": (answerer(tmp_path / "answerer"), replace(config, others=("unsure", "near"))),
         "single": (tmp_path / "checker", replace(config, edits=1)),
     }
     arguments = {}
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_version(checker: Path, claims: Path, tmp_path: 
 def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: Path, one_thread: None) -> None:
     from factpatch.training.config import config_to_json
 
-    config = replace(QUICK, steps=240, others="unsure", checkpoint_seconds=0.0)
+    config = replace(QUICK, steps=240, others=("unsure", "near"), ema=0.9, checkpoint_seconds=0.0)
     start(replace(config, checkpoint_seconds=60.0), checker, tmp_path / "whole").run(claims)
     killed = tmp_path / "killed"
     driver = tmp_path / "driver.py"

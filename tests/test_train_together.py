@@ -97,7 +97,7 @@ def test_training_sees_what_merge_makes(model: TaskModel) -> None:
     changes = {name: S for group in solved for name, S in zip(group.names, group.S, strict=True)}
     edits = [
         FactEdit(known[i].input, known[i].alternatives[k], known[i].prediction)
-        for i, k in zip(plan.edited, plan.alternatives, strict=True)
+        for i, k in zip(plan.edited, plan.targets, strict=True)
     ]
     patch = merge(model, editor.propose(model, edits), covariance=covariance)
     for name, delta in patch.deltas.items():

@@ -16,7 +16,7 @@ from factpatch.covariance import Covariance
 from factpatch.data.revisions import Revision, edit_of
 from factpatch.editors import EditMethod, TrainableEditor
 from factpatch.evaluation.measure import examine_all
-from factpatch.evaluation.outcomes import ControlInputs, outcome
+from factpatch.evaluation.merges import examine_answers
 from factpatch.facts import FactEdit, normalize, same
 from factpatch.ledger import Ledger
 from factpatch.metrics import Outcome, summary
@@ -90,23 +90,20 @@ def demonstrate_together(
         removed = time.perf_counter()
         ledger.add(editor, edits[-1:])
         ledger.scope = Scope.load(world.SCOPE, model)
-        scoped = _measure_answers(revisions, controls, lambda texts: model.predict_scoped(ledger, texts))
+        scoped = _rates(lambda texts: model.predict_scoped(ledger, texts), revisions, controls)
     patch = Patch.load(world.MERGED)
     with patch.applied(model):
-        merged = _measure_answers(revisions, controls, model.predict)
+        merged = _rates(model.predict, revisions, controls)
     times = {"add_seconds": added - start, "remove_seconds": removed - added}
     sizes = {"facts": len(revisions), "retain_inputs": len(controls), "bytes": patch.nbytes}
     return {**sizes, **times, "merged": merged, "scoped": scoped}
 
 
-def _measure_answers(
-    revisions: Sequence[Revision], controls: Sequence[Revision], answer: Callable[[list[str]], list[str]]
+def _rates(
+    answer: Callable[[list[str]], list[str]], revisions: Sequence[Revision], controls: Sequence[Revision]
 ) -> dict[str, float | None]:
-    own = list(dict.fromkeys(text for r in revisions for text in (r.input, *r.rephrases)))
-    answers = answer([*own, *(control.input for control in controls)])
-    says, known = dict(zip(own, answers, strict=False)), ControlInputs(controls)
-    outcomes = [outcome(r, edit_of(r).a, says, known, answers[len(own) :], together=revisions) for r in revisions]
-    return {key: summary(outcomes)[key] for key in ("success", "retain", "equivalence")}
+    found = summary([one.outcome for one in examine_answers(answer, revisions, controls)])
+    return {key: found[key] for key in ("success", "retain", "equivalence")}
 
 
 def outdated(model: TaskModel) -> list[Revision]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -179,7 +179,7 @@ class Ledger:
         return self.store.fact(fact_id)
 
     def history(self, fact_id: int) -> list[Event]:
-        """What happened to a fact, oldest first."""
+        """Lists what happened to a fact, oldest first."""
         return self.store.history(self.fact(fact_id).id)
 
     def add(
@@ -244,16 +244,17 @@ class Ledger:
         with self.store.transaction(write=False):
             facts = sorted(self.facts(), key=lambda fact: merging.edit_key(fact.edit))
             ids = sorted(fact.id for fact in facts)
+            edits, steps = tuple(fact.edit for fact in facts), self.settings["refine"] if facts else 0
             method = merging.merged_name(self.store.methods())
             cached_ids, cached = self.store.cached("merged") or (None, {})
-            deltas, totals = (deltas_from(cached), None) if cached_ids == ids else self._merge(facts)
-        merged = Patch(deltas, self.meta["base"], method, tuple(fact.edit for fact in facts))
-        if facts and self.settings["refine"]:
             if cached_ids == ids:
-                return replace(merged, method=method + refining.REFINED)
-            merged = refining.refine(self.model, merged, json.loads(self.meta["others"]), self.settings["refine"])
-        if cached_ids != ids:
-            self._keep(ids, merged, totals)
+                method += refining.REFINED if steps else ""
+                return Patch(deltas_from(cached), self.meta["base"], method, edits)
+            deltas, totals = self._merge(facts)
+        merged = Patch(deltas, self.meta["base"], method, edits)
+        if steps:
+            merged = refining.refine(self.model, merged, json.loads(self.meta["others"]), steps)
+        self._keep(ids, merged, totals)
         return merged
 
     @torch.no_grad()

@@ -70,7 +70,7 @@ def merge(
 
 def merged_name(methods: Iterable[str]) -> str:
     """The method name of a merged patch, such as "finetune+hyper, merged"."""
-    return "+".join(sorted({name for method in methods for name in method.removesuffix(MERGED).split("+")})) + MERGED
+    return "+".join(sorted({name for method in methods for name in method.partition(MERGED)[0].split("+")})) + MERGED
 
 
 def mean_ridge(ridges: Iterable[Mapping[str, float]]) -> dict[str, float] | None:

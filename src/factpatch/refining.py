@@ -12,8 +12,9 @@ only on the facts and the control inputs, not on their order: both are sorted, a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from factpatch.errors import InputError
 from factpatch.facts import normalize
 from factpatch.merging import edit_key, unpatched
 from factpatch.models import Rows, TaskModel
+from factpatch.models.rows import Encoded
 from factpatch.patch import Patch
 
 REFINED = ", refined"  # suffix of a refined patch's method name
@@ -60,9 +62,9 @@ def refine(
         raise InputError(f"expected at least one step, found {steps}")
     with unpatched(model):
         controls = _controls(model, others, {normalize(edit.x) for edit in patch.edits})
-        edits = [_Text(edit.x, edit.a) for edit in sorted(patch.edits, key=edit_key)]
+        edits = _texts(model, [(edit.x, edit.a) for edit in sorted(patch.edits, key=edit_key)])
         merged = {name: delta.dense().to(model.device, torch.float32) for name, delta in patch.deltas.items()}
-        sizes = {name: model.layers[name].weight.float().square().mean().sqrt() for name in merged}  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+        sizes = {name: model.layers[name].weight.float().square().mean().sqrt() for name in merged}
         moves = {name: torch.zeros_like(S, requires_grad=True) for name, S in merged.items()}
         optimizer = torch.optim.Adam(moves.values(), lr=RATE)
         decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
@@ -83,45 +85,46 @@ def refine(
 class _Text:
     """An input with its target and, for a control input, the unedited model's features at the target's positions."""
 
-    input: str
-    target: str
+    encoded: Encoded
+    target: Any  # a class id, or token ids
     features: Tensor | None = None  # (positions, width)
+
+
+def _texts(model: TaskModel, pairs: Sequence[tuple[str, str]]) -> list[_Text]:
+    """Tokenises pairs of an input and its target."""
+    encoded, targets = model.encode([text for text, _ in pairs]), model.encode_targets([target for _, target in pairs])
+    return list(map(_Text, encoded, targets))
 
 
 @torch.no_grad()
 def _controls(model: TaskModel, others: Iterable[str] | Mapping[str, str], edited_forms: set[str]) -> list[_Text]:
-    """The control inputs with the unedited model's features, without the edited inputs themselves."""
+    """The control inputs, sorted, with the unedited model's features, without the edited inputs themselves."""
     known = dict(others) if isinstance(others, Mapping) else {}
-    texts = [text for text in model.encode_readable(list(others)) if normalize(text) not in edited_forms]
+    texts = sorted(text for text in model.encode_readable(list(others)) if normalize(text) not in edited_forms)
     missing = [text for text in texts if text not in known]
     known.update(zip(missing, model.predict(missing), strict=True))
     usable = model.valid_targets([known[text] for text in texts])  # an unfinished answer, for example, is no target
-    controls = [_Text(text, known[text]) for text in texts if known[text] in usable]
+    controls = _texts(model, [(text, known[text]) for text in texts if known[text] in usable])
     if not controls:
         raise InputError("expected a sample of ordinary inputs, found no usable text; give some control inputs")
-    found: list[_Text] = []
-    for part in _passes(model, controls):
-        rows = _rows(model, part)
-        features = model.features(rows).split(torch.bincount(rows.row_of_position, minlength=len(part)).tolist())
-        found += [replace(text, features=own) for text, own in zip(part, features, strict=True)]
-    return sorted(found, key=lambda text: text.input)
+    for batch in _batches(model, controls):
+        rows = _rows(model, [controls[i] for i in batch])
+        own = model.features(rows).split(torch.bincount(rows.row_of_position, minlength=len(batch)).tolist())
+        for i, features in zip(batch, own, strict=True):
+            controls[i] = replace(controls[i], features=features)
+    return controls
 
 
 def _sample(texts: Sequence[_Text], count: int, rng: random.Random) -> list[_Text]:
     return list(texts) if len(texts) <= count else rng.sample(texts, count)
 
 
-def _passes(model: TaskModel, texts: Sequence[_Text]) -> list[list[_Text]]:
-    """Groups texts of similar length into passes that fit into memory."""
-    lengths = model.lengths([text.input for text in texts])
-    order = sorted(range(len(texts)), key=lambda i: (lengths[i], texts[i].input))
-    budget = TOKENS_PER_PASS.get(model.device.type, TOKENS_PER_PASS["cpu"])
-    parts: list[list[_Text]] = [[]]
-    for i in order:
-        if parts[-1] and (len(parts[-1]) + 1) * lengths[i] > budget:
-            parts.append([])
-        parts[-1].append(texts[i])
-    return [part for part in parts if part]
+def _batches(model: TaskModel, texts: Sequence[_Text]) -> Iterator[list[int]]:
+    return model.batches([len(text.encoded["input_ids"]) for text in texts], 1, TOKENS_PER_PASS)
+
+
+def _rows(model: TaskModel, texts: Sequence[_Text]) -> Rows:
+    return model.collate([text.encoded for text in texts], [text.target for text in texts]).at_targets()
 
 
 def _gradients(model: TaskModel, changes: dict[str, Tensor], samples: Iterable[list[_Text]]) -> dict[str, Tensor]:
@@ -129,17 +132,13 @@ def _gradients(model: TaskModel, changes: dict[str, Tensor], samples: Iterable[l
     gradients = {name: torch.zeros_like(S) for name, S in changes.items()}
     stack: dict[str, Delta] = {name: Dense(S[None]) for name, S in changes.items()}
     for texts in samples:
-        for part in _passes(model, texts):
+        for batch in _batches(model, texts):
             with torch.enable_grad(), edited(model.layers, stack):
-                loss = _loss(model, part) * (len(part) / len(texts))
+                loss = _loss(model, [texts[i] for i in batch]) * (len(batch) / len(texts))
             found = torch.autograd.grad(loss, list(changes.values()), materialize_grads=True)
             for name, gradient in zip(changes, found, strict=True):
                 gradients[name] += gradient
     return gradients
-
-
-def _rows(model: TaskModel, texts: Sequence[_Text]) -> Rows:
-    return model.rows([text.input for text in texts], [text.target for text in texts]).at_targets()
 
 
 def _loss(model: TaskModel, texts: Sequence[_Text]) -> Tensor:
@@ -148,9 +147,6 @@ def _loss(model: TaskModel, texts: Sequence[_Text]) -> Tensor:
     features = model.features(rows)
     before = [text.features for text in texts if text.features is not None]
     if before:
-        values = kl(model.head(torch.cat(before)), model.head(features))
-    else:
-        values = F.cross_entropy(model.scores(features), rows.target_labels, reduction="none")
-    totals = values.new_zeros(len(texts)).index_add(0, rows.row_of_position, values)
-    means = totals / torch.bincount(rows.row_of_position, minlength=len(texts))
-    return KL_WEIGHT * means.mean() if before else means.clamp(min=ENOUGH).mean()
+        return KL_WEIGHT * rows.means(kl(model.head(torch.cat(before)), model.head(features))).mean()
+    losses = F.cross_entropy(model.scores(features), rows.target_labels, reduction="none")
+    return rows.means(losses).clamp(min=ENOUGH).mean()

@@ -145,17 +145,10 @@ def split_step(batch: StepBatch, edits: int, parts: int) -> list[StepBatch]:
         count = len(part)
         mine, own_rows = slice(start, start + count), len(batch.rows) // edits
         inside = slice(start * own_rows, (start + count) * own_rows)
-        condition = Condition(batch.edit_batch.condition.ids[mine], batch.edit_batch.condition.lengths[mine])
-        edit_batch = EditBatch(_rows(batch.edit_batch.rows, mine), condition)
         first = start * len(batch.control_targets.labels) // edits
-        found.append(_step(edit_batch, _rows(batch.rows, inside), count, first, count / edits))
+        found.append(_step(batch.edit_batch.part(mine), batch.rows.part(inside), count, first, count / edits))
         start += count
     return found
-
-
-def _rows(rows: Rows, part: slice) -> Rows:
-    assert rows.labels is not None
-    return Rows({name: tensor[part] for name, tensor in rows.inputs.items()}, rows.labels[part])
 
 
 def _step(edit_batch: EditBatch, batch: Rows, edits: int, first: int, share: float) -> StepBatch:

@@ -54,6 +54,13 @@ def evaluate(
         str | None,
         typer.Option(help="File for --select, such as the training revisions. Default: the unedited part of --data."),
     ] = None,
+    targets: Annotated[
+        Literal["beam", "gold", "relation", "invented"],
+        typer.Option(
+            help="Answers to edit to: beam (the model's own alternatives), gold (the correct answers, where the model "
+            "is wrong), relation (answers of other facts of the same relation) or invented (made-up names)."
+        ),
+    ] = "beam",
     edits: Annotated[int | None, typer.Option(min=1, help="Number of edits to sample. Default: all.")] = None,
     retain: Annotated[int | None, typer.Option(min=1, help="Number of control inputs to sample. Default: all.")] = None,
     loop: Annotated[bool, typer.Option("--loop", help="Repeat an editor's update until the edit succeeds.")] = False,
@@ -138,7 +145,7 @@ def evaluate(
         to_choose_on = load_revisions(valid, task_model, on_bad, common.warn) if valid else None
         fitted_to = load_revisions(others, task_model, on_bad, common.warn) if others else None
     with precise(task_model, precision, baseline=editor is None):
-        sample, controls = sampled(task_model, revisions, edits, retain, seed)
+        sample, controls = sampled(task_model, revisions, edits, retain, seed, targets)
         unused: list[Revision] = []
         if joint or needs_sample(method):
             unused = fitted_to if fitted_to is not None else _without(revisions, [*sample, *controls])
@@ -151,12 +158,12 @@ def evaluate(
         tried: list[dict[str, Any]] = []
         if select:
             left = to_choose_on if to_choose_on is not None else _without(revisions, sample)
-            chosen, tried = _selected(task_model, method == "zhu", layers or "all", left, seed)
+            chosen, tried = _selected(task_model, method == "zhu", layers or "all", left, targets, seed)
         else:
             chosen = _method(task_model, method, editor, {"layers": layers, "bound": bound, **options}, updates)
             if chosen.needs_sample:
                 chosen = chosen.calibrated(task_model, teachable(task_model, unused))
-        settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed}
+        settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed, "targets": targets}
         settings |= {"others": others} if others or joint else {}
         settings |= {"scope": scope, "mode": mode, "refine": refine} if joint else {}
         settings |= {"set": options} if options else {}
@@ -191,7 +198,7 @@ def _without(revisions: list[Revision], used: list[Revision]) -> list[Revision]:
 
 
 def _selected(
-    model: TaskModel, bounded: bool, layers: str, revisions: list[Revision], seed: int
+    model: TaskModel, bounded: bool, layers: str, revisions: list[Revision], targets: str, seed: int
 ) -> tuple[EditMethod, list[dict[str, Any]]]:
     """Returns the baseline with the best block and bound, and all settings that were tried.
 
@@ -199,11 +206,11 @@ def _selected(
     memorised them.
     """
     from factpatch.data.holdout import hash_shuffled
-    from factpatch.data.revisions import editable
+    from factpatch.data.targets import with_targets
     from factpatch.evaluation import count_choices, select
 
     others = hash_shuffled(revisions, seed)
-    edits = editable(model, others)
+    edits = with_targets(model, others, [targets], seed)
     if len(others) < 2 or not edits:
         raise InputError("no revisions are left for --select: all are edited; lower --edits, or give --valid")
     with common.progress_bar("choosing", count_choices(model, layers, bounded)) as advance:

@@ -60,5 +60,5 @@ def read_wordings(path: Path | None, model: str) -> tuple[Wordings, list[str]]:
 
 
 def evenly_spaced(texts: Sequence[str], most: int) -> list[str]:
-    """At most `most` of the texts, from the whole list."""
+    """Picks at most `most` of the texts at even distances."""
     return list(texts[:: max(1, -(-len(texts) // most))])

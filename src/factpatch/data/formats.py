@@ -71,8 +71,9 @@ def parse_kilt(raw: dict[str, Any], default_id: str) -> Record:
     questions = text_list(meta, "template_questions")
     if not all(question.strip() for question in questions):
         raise InputError('expected questions in "template_questions", found an empty one')
-    subject = _optional_text(meta, "subject_entity") or _optional_text(raw, "subject")  # the latter in revision files
-    relation = _optional_text(meta, "relation")
+    # The second of each pair of keys is that of revision files.
+    subject = _optional_text(meta, "subject_entity") or _optional_text(raw, "subject")
+    relation = _optional_text(meta, "relation") or _optional_text(raw, "relation")
     if " [SEP] " in text and meta.get("template_questions") is not None:
         # zsRE as published: "Germany [SEP] capital", with questions in meta. Without them, [SEP] joins two sentences.
         subject, relation = text.split(" [SEP] ", 1)

@@ -83,11 +83,13 @@ def revise_records(
 
     def agreeing(record: Record, rephrases: Sequence[str], prediction: str) -> tuple[str, ...]:
         """Keeps the paraphrases with the same prediction, without copies of the input or of each other."""
-        kept = {normalize(record.input): ""}
-        for text in rephrases:
-            if text in predictions and same(predictions[text], prediction):
-                kept.setdefault(normalize(text), text)
-        return tuple(kept.values())[1:]
+        return _distinct(record, [t for t in rephrases if t in predictions and same(predictions[t], prediction)])
+
+    def human(record: Record, prediction: str) -> tuple[str, ...]:
+        """Keeps every human paraphrase of a record with its own alternative, which holds for all of them."""
+        if record.alternative is None:
+            return agreeing(record, record.human_rephrases, prediction)
+        return _distinct(record, [t for t in record.human_rephrases if t in predictions])
 
     return [
         Revision(
@@ -96,13 +98,23 @@ def revise_records(
             prediction=(prediction := outputs[0]),
             alternatives=alternatives(model, record, outputs),
             rephrases=agreeing(record, record.rephrases, prediction),
-            human_rephrases=agreeing(record, record.human_rephrases, prediction),
+            human_rephrases=human(record, prediction),
             answers=record.answers,
             neighbours=tuple(Neighbour(text, predictions[text]) for text in record.neighbours if text in predictions),
             subject=record.subject,
+            relation=record.relation,
+            target=record.alternative,
         )
         for record, outputs in zip(records, ranked, strict=True)
     ]
+
+
+def _distinct(record: Record, rephrases: Sequence[str]) -> tuple[str, ...]:
+    """Drops copies of the input and of earlier paraphrases."""
+    kept = {normalize(record.input): ""}
+    for text in rephrases:
+        kept.setdefault(normalize(text), text)
+    return tuple(kept.values())[1:]
 
 
 def alternatives(model: TaskModel, record: Record, outputs: Sequence[str]) -> tuple[str, ...]:

@@ -43,9 +43,11 @@ class Revision:
     answers: tuple[str, ...]  # correct answers according to the data
     neighbours: tuple[Neighbour, ...] = ()
     subject: str | None = None  # the part of the input that names what the fact is about, if the data says so
+    relation: str | None = None  # such as "capital"; facts of one relation have answers of one kind
+    target: str | None = None  # the alternative that the data names, if it names one
 
     def to_json(self) -> str:
-        optional = ("neighbours", "subject")
+        optional = ("neighbours", "subject", "relation", "target")
         return json.dumps({k: v for k, v in asdict(self).items() if v or k not in optional}, ensure_ascii=False)
 
 
@@ -145,8 +147,8 @@ def _parse_provenance(raw: dict[str, Any], path: str | Path) -> Provenance | Non
 def _parse_revision(raw: dict[str, Any]) -> Revision:
     texts = [required_text(raw, key) for key in ("id", "input", "prediction")]
     lists = [text_list(raw, key) for key in ("alternatives", "rephrases", "human_rephrases", "answers")]
-    subject = None if raw.get("subject") is None else required_text(raw, "subject")
-    return Revision(*texts, *lists, neighbours=_parse_neighbours(raw.get("neighbours")), subject=subject)
+    about = {key: required_text(raw, key) for key in ("subject", "relation", "target") if raw.get(key) is not None}
+    return Revision(*texts, *lists, neighbours=_parse_neighbours(raw.get("neighbours")), **about)
 
 
 def _parse_neighbours(found: Any) -> tuple[Neighbour, ...]:

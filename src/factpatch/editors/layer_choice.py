@@ -1,4 +1,4 @@
-"""Which weights a method without training changes, from the text that a user gives."""
+"""Chooses the weights that a method without training changes, from the text that a user gives."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def joined(trace: Trace) -> Tensor:
 
 
 def with_gradient(trace: Trace) -> Tensor:
-    """Which tokens have a gradient, and are therefore neither padding nor without effect: (edits, tokens)."""
+    """Marks the tokens with a gradient, which are neither padding nor without effect: (edits, tokens)."""
     return trace.D.ne(0).any(-1)
 
 

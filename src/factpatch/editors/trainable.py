@@ -43,6 +43,10 @@ class EditBatch:
     rows: Rows  # each edit's x with target a
     condition: Condition
 
+    def part(self, chosen: slice) -> EditBatch:
+        """Some of the edits."""
+        return EditBatch(self.rows.part(chosen), Condition(self.condition.ids[chosen], self.condition.lengths[chosen]))
+
 
 class TrainableEditor(nn.Module, EditMethod, ABC):
     """An editor for one model. Subclasses supply `build`, `forward` and `condition_text`.

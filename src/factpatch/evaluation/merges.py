@@ -11,7 +11,7 @@ from factpatch.covariance import Covariance
 from factpatch.data.revisions import Revision, edit_of, measured_texts
 from factpatch.errors import InputError
 from factpatch.evaluation.measure import Examined, Examiner
-from factpatch.evaluation.outcomes import outcome
+from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.merging import Mode, merge
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
@@ -57,18 +57,26 @@ def by_scope(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
     def measure(examiner: Examiner, patches: Sequence[Patch], group: Group) -> list[Examined]:
         fitted.index([revision.input for revision in group])
         fitted.calibrate_index(list(readable))
-        own = list(dict.fromkeys(text for revision in group for text in measured_texts(revision)))
-        controls = [other.input for other in examiner.others]
-        answers = predict_scoped(model, fitted, patches, [*own, *controls])
-        says, says_others = dict(zip(own, answers, strict=False)), answers[len(own) :]
-        return [
-            Examined(
-                outcome(r, edit_of(r).a, says, examiner.controls, says_others, together=group), says, says_others, None
-            )
-            for r in group
-        ]
+        return examine_answers(
+            lambda texts: predict_scoped(model, fitted, patches, texts), group, examiner.others, examiner.controls
+        )
 
     return measure
+
+
+def examine_answers(
+    answer: Callable[[list[str]], list[str]], group: Group, others: Group, controls: ControlInputs | None = None
+) -> list[Examined]:
+    """Measures a group that is edited together, given a function that answers texts.
+
+    `controls` are those of `others`, if they are already known.
+    """
+    controls = controls or ControlInputs(others)
+    own = list(dict.fromkeys(text for revision in group for text in measured_texts(revision)))
+    answers = answer([*own, *(other.input for other in others)])
+    says, says_others = dict(zip(own, answers, strict=False)), answers[len(own) :]
+    outcomes = [outcome(r, edit_of(r).a, says, controls, says_others, together=group) for r in group]
+    return [Examined(one, says, says_others, None) for one in outcomes]
 
 
 def examine_merged(examiner: Examiner, patch: Patch, group: Group) -> list[Examined]:

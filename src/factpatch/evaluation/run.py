@@ -14,6 +14,7 @@ import torch
 
 from factpatch.backends import tensor_core_products
 from factpatch.data.revisions import Revision, edit_of, editable, hash_revisions
+from factpatch.data.targets import with_targets
 from factpatch.device import find_dtype, surroundings
 from factpatch.editors import EditMethod
 from factpatch.editors.prompt import FactInPrompt
@@ -52,13 +53,19 @@ def precise(model: TaskModel, precision: str | None, baseline: bool) -> Iterator
 
 
 def sampled(
-    model: TaskModel, revisions: Sequence[Revision], edits: int | None, retain: int | None, seed: int
+    model: TaskModel,
+    revisions: Sequence[Revision],
+    edits: int | None,
+    retain: int | None,
+    seed: int,
+    targets: str = "beam",
 ) -> tuple[list[Revision], list[Revision]]:
-    """Samples revisions to edit, and control inputs; a number that is None means all."""
+    """Samples revisions to edit to `targets` of a kind, and control inputs; a number that is None means all."""
     rng = random.Random(seed)
-    candidates = editable(model, revisions)
+    candidates = with_targets(model, revisions, [targets], seed)
     if not candidates:
-        raise InputError("no revision has an alternative answer to edit to; make revisions with factpatch revise")
+        what = "an alternative answer" if targets == "beam" else f"a target of the kind {targets}"
+        raise InputError(f"no revision has {what} to edit to; make revisions with factpatch revise")
     order = rng.sample(candidates, len(candidates))
     others = rng.sample(list(revisions), len(revisions))
     return order[:edits], others[:retain]

@@ -21,7 +21,7 @@ ADVICE = "run factpatch evaluate with a new --output folder"
 
 @dataclass(frozen=True)
 class Conditions:
-    """What was measured, and how. A run can resume another only if their `identity` is equal."""
+    """Describes what was measured and how. A run can resume another only if their `identity` is equal."""
 
     task: str  # classify or answer
     method: str  # the name under which the method is registered
@@ -36,6 +36,7 @@ class Conditions:
     data: str | None = None
     valid: str | None = None
     seed: int = 0
+    targets: str = "beam"  # kind of answers that the edits ask for
     revisions: str | None = None  # sha256 of the edits and control inputs
     precision: str | None = None
     products: str | None = None  # precision of matrix products in float32

@@ -104,7 +104,7 @@ class TaskModel(StoredModel):
 
     @abstractmethod
     def valid_targets(self, texts: Sequence[str]) -> set[str]:
-        """Those of the texts that `check_target` accepts."""
+        """Picks the texts that `check_target` accepts."""
 
     # What all kinds share
 
@@ -126,7 +126,7 @@ class TaskModel(StoredModel):
     def candidates_encoded(self, encoded: Sequence[Encoded], count: int = 5) -> list[list[str]]:
         """The `count` best outputs for each encoded text, in batches of texts of similar length."""
         found: list[list[str]] = [[] for _ in encoded]
-        for batch in self.batches([len(one["input_ids"]) for one in encoded]):
+        for batch in self.batches([len(one["input_ids"]) for one in encoded], self.sequences(count)):
             decided = self._decide_in_parts([encoded[i] for i in batch], count)
             for i, outputs in zip(batch, decided, strict=True):
                 found[i] = outputs
@@ -182,11 +182,20 @@ class TaskModel(StoredModel):
         fills = {"input_ids": self.tokenizer.pad_token_id or 0}
         return {key: padded([one[key] for one in encoded], fills.get(key, 0), self.device) for key in encoded[0]}
 
-    def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Groups texts, given their lengths in tokens, into batches of a size that suits the device, longest first."""
-        budget = TOKENS_PER_BATCH.get(self.device.type, TOKENS_PER_BATCH["cpu"])
-        if self.device.type == "cuda":  # GPU memory must hold the scores of all beams over the vocabulary
-            budget //= self.beams
+    def sequences(self, count: int) -> int:
+        """The number of sequences that the model follows per text to find its `count` best outputs."""
+        return self.beams
+
+    def batches(
+        self, lengths: Sequence[int], sequences: int | None = None, tokens: dict[str, int] = TOKENS_PER_BATCH
+    ) -> Iterator[list[int]]:
+        """Groups texts, given their lengths in tokens, into batches of a size that suits the device, longest first.
+
+        `tokens` are those of a batch, by type of device.
+        """
+        budget = tokens.get(self.device.type, tokens["cpu"])
+        if self.device.type == "cuda":  # GPU memory must hold the scores of all sequences over the vocabulary
+            budget //= sequences or self.sequences(1)
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         start = 0
         while start < len(order):

@@ -170,6 +170,9 @@ class Causal(TextModel):
 
     # Answers
 
+    def sequences(self, count: int) -> int:
+        return 1 if count == 1 else self.beams
+
     @cached_property
     def _stops(self) -> Stops:
         return Stops(self.tokenizer, self.end_tokens, self._head.weight.shape[0])

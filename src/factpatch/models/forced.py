@@ -16,6 +16,4 @@ def token_accuracy(model: TaskModel, rows: Rows) -> Tensor:
     around = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
     rows = rows.at_targets(ignored=[token for token in around if token is not None])
     best = [model.scores(part).argmax(-1) for part in model.features(rows).split(POSITIONS_PER_BATCH)]
-    right = torch.cat(best).eq(rows.target_labels).float()
-    counts = torch.bincount(rows.row_of_position, minlength=len(rows)).clamp(min=1)
-    return right.new_zeros(len(rows)).index_add(0, rows.row_of_position, right) / counts
+    return rows.means(torch.cat(best).eq(rows.target_labels).float())

@@ -35,6 +35,11 @@ class Rows:
         without = torch.tensor([NO_TARGET, *ignored], device=self.labels.device)
         return replace(self, target_positions=torch.isin(self.labels.flatten(), without, invert=True).nonzero()[:, 0])
 
+    def part(self, chosen: slice) -> Rows:
+        """Some of the rows, with all of their labels."""
+        inputs = {name: tensor[chosen] for name, tensor in self.inputs.items()}
+        return Rows(inputs, None if self.labels is None else self.labels[chosen])
+
     @property
     def row_of_position(self) -> Tensor:
         """The row that each target position belongs to: (positions,)."""
@@ -47,6 +52,14 @@ class Rows:
         """The label at each target position: (positions,)."""
         assert self.labels is not None
         return selected(self.labels.flatten(), self)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums values at the target positions, (positions,), over each row: (rows,)."""
+        return values.new_zeros(len(self)).index_add(0, self.row_of_position, values)
+
+    def means(self, values: Tensor) -> Tensor:
+        """Averages values at the target positions, (positions,), over each row; 0 without any: (rows,)."""
+        return self.sums(values) / torch.bincount(self.row_of_position, minlength=len(self)).clamp(min=1)
 
 
 def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from factpatch.data.revisions import Revision
+from factpatch.data.targets import Texts
 from factpatch.device import to_device
 from factpatch.editors import Condition, EditBatch, TrainableEditor
 from factpatch.facts import FactEdit
@@ -80,18 +81,29 @@ class _RowChoice:
 class Batcher:
     """All texts and targets of a revision set, tokenised once and kept on the model's device."""
 
-    def __init__(self, model: TaskModel, editor: TrainableEditor, revisions: Sequence[Revision], config: TrainConfig):
-        """`revisions` have only alternatives that the model can be taught."""
+    def __init__(
+        self,
+        model: TaskModel,
+        editor: TrainableEditor,
+        revisions: Sequence[Revision],
+        config: TrainConfig,
+        edit_to: Sequence[tuple[Texts, ...]] | None = None,
+    ):
+        """`revisions` have only alternatives that the model can be taught.
+
+        `edit_to` are each revision's targets, by kind; by default its alternatives.
+        """
         self.config = config
         self.device = model.device
         self.few_shapes = model.device.type == "cuda" and config.graphs and config.split == 1
         texts, targets, conditions = _TextNumbers(), _TextNumbers(), _TextNumbers()
         self.inputs = np.array([texts[r.input] for r in revisions])
         self.paraphrases = _Ragged([texts[text] for text in training_paraphrases(r, config)] for r in revisions)
-        self.alternatives = _Ragged([targets[text] for text in r.alternatives] for r in revisions)
+        wanted = [sum(own, ()) for own in edit_to] if edit_to else [r.alternatives for r in revisions]
+        self.wanted = _Ragged([targets[text] for text in own] for own in wanted)
         self.conditions = _Ragged(
-            [conditions[editor.condition_text(FactEdit(r.input, text, r.prediction))] for text in r.alternatives]
-            for r in revisions
+            [conditions[editor.condition_text(FactEdit(r.input, text, r.prediction))] for text in own]
+            for r, own in zip(revisions, wanted, strict=True)
         )
         # Answers of a revision that must stay if it is a control input: its prediction, or all candidates of its beam.
         self.kept = _Ragged(
@@ -116,7 +128,7 @@ class Batcher:
 
     def batch(self, plan: Plan, total: int) -> StepBatch:
         """The batch of a plan. Weights are shares of a mean over `total` edits, of which the plan may be a part."""
-        wanted = self.alternatives.at(plan.edited, plan.alternatives)  # (edits,)
+        wanted = self.wanted.at(plan.edited, plan.targets)  # (edits,)
         edit_rows = self._edit_rows(plan, wanted)
         control_rows = self._control_rows(plan.controls)
         texts = np.concatenate([edit_rows.texts, control_rows.texts], 1)  # (edits, rows)
@@ -142,7 +154,7 @@ class Batcher:
         return Rows(self.texts.pick(choice.texts.ravel()), labels, targets.positions), targets
 
     def _edit_batch(self, plan: Plan, wanted: Indices) -> EditBatch:
-        conditions = self.conditions.at(plan.edited, plan.alternatives)
+        conditions = self.conditions.at(plan.edited, plan.targets)
         ids = self.condition_texts.pick(conditions)["input_ids"]
         condition = Condition(ids, to_device(self.device, self.condition_texts.lengths[conditions]))
         return EditBatch(Rows(self.texts.pick(self.inputs[plan.edited]), self._labels(wanted)), condition)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from factpatch.data.targets import KINDS
 from factpatch.editors.registry import METHODS, find_method
 from factpatch.errors import InputError
 from factpatch.training.settings import merged, preset_values, read_settings, read_toml, typed
@@ -17,12 +18,14 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "constraint": tuple(CONSTRAINTS),
     "kl_over": ("top1", "beam"),
     "paraphrases": ("generated", "human", "all", "none"),
-    "others": ("uniform", "unsure"),
+    "targets": tuple(KINDS),
+    "others": ("uniform", "unsure", "near"),
     "optimizer": ("rmsprop", "adam"),
     "schedule": ("linear", "constant"),
     "multiplier_schedule": ("linear", "constant"),
     "precision": (None, "fp32", "bf16"),
 }
+MIXTURES = ("targets", "others")  # settings that may name several choices
 POSITIVE = (
     *("p", "margin", "margin_floor", "lp_margin", "lp_margin_floor", "margin_factor", "updates", "edits", "split"),
     *("together", "multiplier"),
@@ -55,13 +58,14 @@ class TrainConfig:
     paraphrases: str = "generated"  # paraphrases to learn from: generated, human, all or none
     paraphrase_rows: int = 1  # paraphrases drawn per edit
     label_smoothing: float = 0.0  # of the edit loss
+    targets: tuple[str, ...] = ("beam",)  # kinds of answers to edit to, drawn with equal chance: see data/targets.py
     updates: int = 1  # updates per edit, each computed on the model as the previous one left it
     together: int = 1  # edits that each step merges into one patch; a value above 1 also sets `edits`
 
     # One step
     edits: int = 128  # edits per step
     rows: int = 16  # rows per edit: its input, its paraphrases and control inputs
-    others: str = "uniform"  # how control inputs are drawn; unsure prefers those the model is less sure of
+    others: tuple[str, ...] = ("uniform",)  # how control inputs are drawn, in equal shares: see controls.py
     control_pool: int | None = None  # maximum number of different control inputs in a run
     max_tokens: int = 32  # longer inputs are truncated
     split: int = 1  # parts in which each step is run, to save memory
@@ -77,6 +81,7 @@ class TrainConfig:
     warmup: int = 100  # steps, at most a tenth of the run
     schedule: str = "linear"  # schedule of lr after the warm-up: linear to 0, or constant
     clip: float | None = None  # maximum gradient norm
+    ema: float | None = None  # decay of a moving average of the weights, such as 0.999, which is then used and saved
     precision: str | None = None  # fp32 or bf16; None means bf16 on a GPU and fp32 on a CPU
     graphs: bool = True  # record each step as a CUDA graph, on a GPU
 
@@ -138,8 +143,12 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     except InputError as error:
         yield str(error)
     for key, allowed in CHOICES.items():
-        if values[key] not in allowed:
-            yield f"{key}={values[key]} must be one of {', '.join(choice for choice in allowed if choice)}"
+        for value in values[key] if isinstance(values[key], tuple) else (values[key],):
+            if value not in allowed:
+                yield f"{key}={value} must be one of {', '.join(choice for choice in allowed if choice)}"
+    for key in MIXTURES:
+        if not values[key] or len(set(values[key])) < len(values[key]):
+            yield f"{key} must name at least one choice, and each only once"
     for key in POSITIVE:
         if values[key] is not None and not 0 < values[key] < float("inf"):
             yield f"{key}={values[key]} must be above 0"
@@ -152,15 +161,18 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     for margin, floor in (("margin", "margin_floor"), ("lp_margin", "lp_margin_floor")):
         if values[margin] < values[floor]:
             yield f"{margin}={values[margin]} must not be below {margin}_floor={values[floor]}"
+    if config.ema is not None and not 0 < config.ema < 1:
+        yield f"ema={config.ema} must be above 0 and below 1"
     if config.holdout < 2:
         yield f"holdout={config.holdout} must be at least 2"
     if config.seed >= 2**63:
         yield f"seed={config.seed} must be below 2**63"
     if not config.margin_factor < 1:
         yield f"margin_factor={config.margin_factor} must be below 1"
-    needed = 1 + config.paraphrases_per_edit + (config.candidates if config.constraint in ("kl", "both") else 0)
+    controls = len(config.others) * config.candidates if config.constraint in ("kl", "both") else 0
+    needed = 1 + config.paraphrases_per_edit + controls
     if config.rows < needed:
-        yield f"rows={config.rows} must be at least {needed}: an input, its paraphrases and a control input"
+        yield f"rows={config.rows} must be at least {needed}: an input, its paraphrases and control inputs of each kind"
     if config.split > config.edits:
         yield f"split={config.split} must not be above edits={config.edits}"
     if not config.layers:
@@ -186,7 +198,7 @@ def resolve_config(
 
 
 def config_to_json(config: TrainConfig) -> dict[str, Any]:
-    return {**asdict(config), "layers": list(config.layers)}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config).items()}
 
 
 def _config(values: Mapping[str, Any], problems: list[str]) -> TrainConfig:

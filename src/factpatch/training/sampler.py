@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factpatch.data.revisions import Revision, own_forms
+from factpatch.data.targets import Texts
 from factpatch.errors import InputError
 from factpatch.facts import normalize
 from factpatch.training.config import TrainConfig
@@ -19,7 +20,7 @@ Indices = NDArray[np.int64]
 SMALLEST_POOL = 64  # control inputs, so that each edit finds one that is not one of its own forms
 
 # These numbers make the seeds of a run's random streams different.
-STEP, EPOCH, POOL = 0, 1, 2
+STEP, EPOCH, POOL, NEAR = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,14 @@ class Plan:
     """The random choices of one step, or of a part of one. Revisions are given by their index."""
 
     edited: Indices  # (edits,)  revisions to edit
-    alternatives: Indices  # (edits,)  index of the target among each revision's alternatives
+    targets: Indices  # (edits,)  index of the wanted answer among each revision's targets of all kinds
     paraphrases: Indices  # (edits, paraphrases)  index among the revision's paraphrases; -1 for the input itself
     controls: Indices  # (edits, controls)  revisions whose predictions must stay
 
     def part(self, first: int, parts: int) -> Plan:
         """Every `parts`-th edit, starting at `first`."""
         own = slice(first, None, parts)
-        return Plan(self.edited[own], self.alternatives[own], self.paraphrases[own], self.controls[own])
+        return Plan(self.edited[own], self.targets[own], self.paraphrases[own], self.controls[own])
 
     def __len__(self) -> int:
         return len(self.edited)
@@ -43,16 +44,20 @@ class Plan:
 class Sampler:
     """Draws the plan of each step. The same seed and step give the same plan, so that a run can resume anywhere."""
 
-    def __init__(self, revisions: Sequence[Revision], config: TrainConfig):
-        """`revisions` have only alternatives that the model can be taught."""
+    def __init__(
+        self, revisions: Sequence[Revision], config: TrainConfig, targets: Sequence[tuple[Texts, ...]] | None = None
+    ):
+        """`targets` are each revision's answers to edit to, by kind; by default its alternatives."""
         self.config = config
-        self.alternative_counts = np.array([len(r.alternatives) for r in revisions], dtype=np.int64)
+        counts = [[len(texts) for texts in own] for own in targets or [(r.alternatives,) for r in revisions]]
+        self.target_counts = np.array(counts or [[]], dtype=np.int64)  # (revisions, kinds)
         self.paraphrase_counts = np.array([len(training_paraphrases(r, config)) for r in revisions], dtype=np.int64)
-        self.editable = np.flatnonzero(self.alternative_counts)
+        self.editable = np.flatnonzero(self.target_counts.any(1))
         if len(self.editable) == 0:
             raise InputError("expected revisions with alternatives to train on, found none; make them with revise")
         self.pool = self._control_pool(len(revisions))
-        self.cumulative: NDArray[np.float64] | None = None  # of the control inputs' probabilities, unless uniform
+        self.cumulative: NDArray[np.float64] | None = None  # of the control inputs' probabilities, for `unsure`
+        self.near: Indices | None = None  # (revisions, look-alikes)  indices in the pool, for `near`
         forms = {form: i for i, form in enumerate(dict.fromkeys(normalize(r.input) for r in revisions))}
         self.forms = np.array([forms[normalize(r.input)] for r in revisions])  # equal inputs have equal numbers
         own = [(i, forms[form]) for i, r in enumerate(revisions) for form in own_forms(r) if form in forms]
@@ -82,7 +87,7 @@ class Sampler:
             )
 
     def prefer(self, weights: NDArray[np.float64]) -> None:
-        """Makes `plan` draw control inputs in proportion to these weights, one for each revision of the pool."""
+        """Sets the weights in proportion to which `unsure` control inputs are drawn, one per revision of the pool."""
         self.cumulative = np.cumsum(weights) / np.sum(weights)
 
     def plan(self, step: int, edits: int | None = None) -> Plan:
@@ -95,29 +100,55 @@ class Sampler:
         counts = self.paraphrase_counts[edited][:, None]
         drawn = rng.random((len(edited), config.paraphrases_per_edit))
         paraphrases = np.where(counts > 0, (drawn * counts).astype(np.int64), -1)
-        alternatives = (rng.random(len(edited)) * self.alternative_counts[edited]).astype(np.int64)
-        return Plan(edited, alternatives, paraphrases, self._controls(edited, rng))
+        targets = self._targets(edited, rng)
+        return Plan(edited, targets, paraphrases, self._controls(edited, rng))
+
+    def _targets(self, edited: Indices, rng: np.random.Generator) -> Indices:
+        """Draws one of the kinds of targets that a revision has, then one of its targets of that kind: (edits,)"""
+        counts = self.target_counts[edited]  # (edits, kinds)
+        there = counts > 0
+        drawn = rng.random(len(edited)) * there.sum(1)  # its whole part chooses the kind, the rest the target
+        kind = (there.cumsum(1) > drawn[:, None]).argmax(1)[:, None]
+        before, count = (np.take_along_axis(n, kind, 1)[:, 0] for n in (counts.cumsum(1) - counts, counts))
+        return before + (drawn % 1 * count).astype(np.int64)
 
     def _controls(self, edited: Indices, rng: np.random.Generator) -> Indices:
         """Draws control inputs for each edit: (edits, controls)."""
-        shape = (len(edited), self.config.controls_per_edit)
-        if self.cumulative is None:
-            drawn = rng.integers(0, len(self.pool), shape)
-        else:
-            drawn = np.searchsorted(self.cumulative, rng.random(shape), side="right")
-            drawn = np.minimum(drawn, len(self.pool) - 1)  # the last sum may be rounded to less than 1
-        if self.config.together > 1 and self._is_own_form(edited, self.pool).all():
+        if not self.config.controls_per_edit:
+            return np.empty((len(edited), 0), dtype=np.int64)
+        shares = np.array_split(np.arange(self.config.controls_per_edit), len(self.config.others))
+        drawn = np.concatenate(
+            [self._drawn(how, edited, len(share), rng) for how, share in zip(self.config.others, shares, strict=True)],
+            axis=1,
+        )
+        if self.config.together > 1 and self._is_edited(edited, self.pool).all():
             raise InputError(
                 f"together={self.config.together} leaves no control inputs among {len(self.pool)} revisions; lower it"
             )
-        while (own := self._is_own_form(edited, self.pool[drawn])).any():
+        while (own := self._is_edited(edited, self.pool[drawn])).any():
             drawn = np.where(own, (drawn + 1) % len(self.pool), drawn)
         return self.pool[drawn]
 
-    def _is_own_form(self, edited: Indices, controls: Indices) -> NDArray[np.bool_]:
-        """Whether each control input is equal to its edit's input or to one of its paraphrases: (edits, controls)"""
+    def _drawn(self, how: str, edited: Indices, count: int, rng: np.random.Generator) -> Indices:
+        """Draws control inputs in one of the ways that `others` names: indices in the pool, (edits, count)."""
+        shape = (len(edited), count)
+        if how == "near":
+            assert self.near is not None
+            return self.near[edited[:, None], rng.integers(0, self.near.shape[1], shape)]
+        if how == "unsure":
+            assert self.cumulative is not None
+            drawn = np.searchsorted(self.cumulative, rng.random(shape), side="right")
+            return np.minimum(drawn, len(self.pool) - 1)  # the last sum may be rounded to less than 1
+        return rng.integers(0, len(self.pool), shape)
+
+    def _is_edited(self, edited: Indices, controls: Indices) -> NDArray[np.bool_]:
+        """Whether each control input asks for a fact that is edited in the same model: (edits, controls)"""
         if self.config.together > 1:  # all edits are in the model at the same time
             return np.isin(self.forms[controls], np.concatenate([self._forms_of(i) for i in edited]))
+        return self.is_own_form(edited, controls)
+
+    def is_own_form(self, edited: Indices, controls: Indices) -> NDArray[np.bool_]:
+        """Whether each control input is equal to its edit's input or to one of its paraphrases: (edits, controls)"""
         pairs = edited[:, None] * self.form_count + self.forms[controls]
         found = np.searchsorted(self.own_forms, pairs)
         return self.own_forms[np.minimum(found, len(self.own_forms) - 1)] == pairs

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from factpatch.covariance import Covariance
 from factpatch.deltas import Delta, Dense
-from factpatch.editors import Condition, EditBatch, TrainableEditor
+from factpatch.editors import EditBatch, TrainableEditor
 from factpatch.models import Causal, Rows, TaskModel
 from factpatch.models.rows import NO_TARGET
 from factpatch.solving import cholesky
@@ -133,15 +133,9 @@ class MergedGradients:
         return gradients
 
     def _chunks(self, batch: EditBatch) -> Iterator[EditBatch]:
-        rows, condition = batch.rows, batch.condition
-        assert rows.labels is not None
-        chunk = self._edits_per_chunk(rows)
-        for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
-            yield EditBatch(
-                Rows({key: values[part] for key, values in rows.inputs.items()}, rows.labels[part]),
-                Condition(condition.ids[part], condition.lengths[part]),
-            )
+        chunk = self._edits_per_chunk(batch.rows)
+        for start in range(0, len(batch.rows), chunk):
+            yield batch.part(slice(start, start + chunk))
 
     def _edits_per_chunk(self, rows: Rows) -> int:
         widest = max(mask.shape[1] for mask in _real_tokens(self.model, rows))

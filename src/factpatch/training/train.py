@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from factpatch.covariance import Covariance
 from factpatch.data.holdout import hash_shuffled
 from factpatch.data.records import source_hash
 from factpatch.data.revisions import Revision, load_revisions, teachable
+from factpatch.data.targets import check_kinds, find_targets
 from factpatch.device import find_dtype, surroundings
 from factpatch.editors import Looped, TrainableEditor, find_method, load_editor
 from factpatch.editors.trainable import matching_shapes
@@ -24,15 +26,17 @@ from factpatch.errors import InputError, MismatchError, TrainingError
 from factpatch.files import atomic_file
 from factpatch.models import TaskModel
 from factpatch.patch import hash_tensors
-from factpatch.processes import accelerator_on, from_first
+from factpatch.processes import accelerator_on
+from factpatch.training.averaging import MovingAverage
 from factpatch.training.batcher import Batcher
 from factpatch.training.config import TrainConfig, config_to_json, editor_config_class
+from factpatch.training.controls import prepare_controls
 from factpatch.training.objective import Objective
 from factpatch.training.run import Run, copy_of, within_error_of_best
 from factpatch.training.sampler import Sampler
 from factpatch.training.step import Learner, Means
 from factpatch.training.together import MergedGradients, merged_at
-from factpatch.training.unedited import doubts, unedited_outputs
+from factpatch.training.unedited import unedited_outputs
 from factpatch.training.validation import Validator, split_revisions
 
 COVARIANCE_INPUTS = 2000  # control inputs from which the covariance for merging is computed
@@ -74,6 +78,7 @@ class Train(Run):
         self.accelerator = accelerator_on(model.device, log_with=config.tracker, project_dir=str(self.folder.path))
         if config.together > 1 and self.accelerator.num_processes > 1:
             raise InputError("edits are merged in one process only; train without accelerate launch, or set together=1")
+        check_kinds(model, config.targets)
         model.model.to(self.accelerator.device)
         self.model = model
         torch.manual_seed(config.seed)
@@ -146,18 +151,18 @@ class Train(Run):
                 f"{source}: expected held-out revisions with alternatives, found none; make them with revise"
             )
         revisions = teachable(model, revisions)
-        self.sampler = Sampler(revisions, config)
+        targets = find_targets(model, revisions, config.targets, config.seed)
+        self.sampler = Sampler(revisions, config, targets)
         if self.init is None:
             self.editor.calibrated(model, hash_shuffled(revisions, config.seed))
             self.best = copy_of(self.editor)
-        self.batcher = Batcher(model, self.editor, revisions, config)
+        self.batcher = Batcher(model, self.editor, revisions, config, targets)
 
         def on_share(share: float) -> None:
             self.on_stage("running the unedited model on control inputs", share)
 
         unedited = unedited_outputs(model, self.batcher, self.sampler.pool, on_share)
-        if config.others == "unsure" and config.controls_per_edit:
-            self.sampler.prefer(from_first(doubts(model, self.batcher, self.sampler.pool, unedited, on_share)))
+        prepare_controls(self.sampler, model, self.batcher, revisions, unedited, on_share)
         objective = Objective(model, config, unedited)
         merged = None
         if config.together > 1:
@@ -167,6 +172,9 @@ class Train(Run):
         self.learner = Learner(self.editor, config, objective, self.accelerator, merged)
         self.means = Means(2 + len(config.constraints)).to(model.device)
         self.modules = {"editor": self.editor, "lagrangian": self.learner.lagrangian, "means": self.means}
+        self.average = MovingAverage(self.editor, config.ema) if config.ema else None
+        if self.average:
+            self.modules["average"] = self.average
         self.optimizers = {
             "optimizer": self.learner.optimizer,
             "multiplier_optimizer": self.learner.lagrangian.optimizer,
@@ -199,6 +207,8 @@ class Train(Run):
             parts = [part for i in range(self.parts) if len(part := mine.part(i, self.parts))]
             try:
                 self.means.add(self.learner.step([self.batcher.batch(part, total=len(plan)) for part in parts]))
+                if self.average:
+                    self.average.update(self.editor, self.step)
                 self._warn_once(self.learner.graphed.unrecordable)
                 return
             except torch.cuda.OutOfMemoryError:
@@ -245,10 +255,12 @@ class Train(Run):
         """Measures the editor on a sample of the held-out revisions, keeps the best, and lets the margins shrink."""
         loss, *values, norm = self._check()
         sample = self.validator.sample(number)
-        found = self._measure(sample, "validating")
-        # Two standard errors, because each validation draws its own sample.
-        if within_error_of_best(_score(found), [_score(record) for record in self.metrics], len(sample[0]), errors=2):
-            self.best_step, self.best = self.step, copy_of(self.editor)
+        with self._averaged():
+            found = self._measure(sample, "validating")
+            # Two standard errors, because each validation draws its own sample.
+            earlier = [_score(record) for record in self.metrics]
+            if within_error_of_best(_score(found), earlier, len(sample[0]), errors=2):
+                self.best_step, self.best = self.step, copy_of(self.editor)
         seconds = self.clock.training_seconds()
         record = {
             "step": self.step,
@@ -266,6 +278,10 @@ class Train(Run):
         if self.config.tracker:
             self.accelerator.log({k: v for k, v in record.items() if v is not None}, step=self.step)
 
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Gives the editor its averaged weights for a `with` block, if they are averaged."""
+        return self.average.used_by(self.editor) if self.average else nullcontext()
+
     def _measure(self, sample: tuple[list[Revision], list[Revision]], stage: str) -> dict[str, Any]:
         method = Looped(self.editor, self.config.updates) if self.config.updates > 1 else self.editor
         return self.validator.measure(method, sample, lambda share: self.on_stage(stage, share))
@@ -278,7 +294,8 @@ class Train(Run):
         """Measures the best editor and saves it as `editor`, and the last one as `last`."""
         seconds = self.clock.training_seconds()
         full = self.last_validation * self.validator.relative_cost()
-        last = copy_of(self.editor)
+        with self._averaged():
+            last = copy_of(self.editor)
         self.editor.load_state_dict(self.best)
         edits, controls = self.validator.final_sample(self._final_seconds() / full if full else 1.0)
         found = self._measure((edits, controls), "measuring the best editor")

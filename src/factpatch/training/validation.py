@@ -13,7 +13,8 @@ from accelerate.utils import gather_object
 from factpatch.backends import tensor_core_products
 from factpatch.covariance import Covariance
 from factpatch.data.holdout import hash_shuffled, hold_out
-from factpatch.data.revisions import Revision, edit_of, editable
+from factpatch.data.revisions import Revision, edit_of
+from factpatch.data.targets import with_targets
 from factpatch.editors import EditMethod
 from factpatch.errors import InputError
 from factpatch.evaluation import measure, predicted_now
@@ -59,7 +60,7 @@ class Validator:
         self.accelerator = accelerator
         with tensor_core_products():  # as in `measure`
             self.revisions = from_first(predicted_now(model, revisions))
-        self.edits = editable(model, self.revisions)
+        self.edits = with_targets(model, self.revisions, config.targets, config.seed)
         self.covariance: Covariance | None = None  # if edits are merged
 
     def sample(self, number: int) -> Sample:

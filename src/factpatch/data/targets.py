@@ -1,0 +1,134 @@
+"""Targets: the answers that edits ask for. Besides the model's own alternatives, answers that it would never give.
+
+- `beam`: the answer that the data names or, if it names none, the other beams or labels of the model.
+- `gold`: the correct answers, if the model's prediction is wrong.
+- `relation`: answers of other facts of the same relation or, if the relation is unknown, of any other fact.
+- `invented`: made-up names of one to six words, none of which occurs in the data.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from factpatch.data.revisions import Revision
+from factpatch.errors import InputError
+from factpatch.facts import normalize, same
+from factpatch.models import Classifier, TaskModel
+
+PER_REVISION = 4  # targets of a kind that are drawn for a revision, as many as the alternatives among five beams
+WORDS = (1, 6)  # fewest and most words of an invented name
+SYLLABLES = (2, 3)  # of each word
+ONSETS = "b br c d dr f g gr h j k kl l m n p pr qu r s st t tr v w z".split()
+VOWELS = "a a a e e e i i o o o u u ai ea io ou".split()
+CODAS = ("", "", "", "l", "m", "n", "nd", "r", "s", "x")
+
+Texts = tuple[str, ...]
+Maker = Callable[[Revision], Texts]
+
+
+def find_targets(
+    model: TaskModel, revisions: Sequence[Revision], kinds: Sequence[str], seed: int = 0
+) -> list[tuple[Texts, ...]]:
+    """Returns each revision's targets of each kind: answers that the model can give but does not predict."""
+    check_kinds(model, kinds)
+    makers = [KINDS[kind](revisions, seed) for kind in kinds]
+    offered = [[make(revision) for make in makers] for revision in revisions]
+    sayable = model.valid_targets([text for own in offered for texts in own for text in texts])
+
+    def taught(revision: Revision, texts: Texts) -> Texts:
+        return tuple(text for text in texts if text in sayable and not same(text, revision.prediction))
+
+    return [tuple(taught(r, texts) for texts in own) for r, own in zip(revisions, offered, strict=True)]
+
+
+def with_targets(
+    model: TaskModel, revisions: Sequence[Revision], kinds: Sequence[str], seed: int = 0
+) -> list[Revision]:
+    """Returns the revisions that have a target, each with its targets of one kind instead of its alternatives.
+
+    A revision that has targets of several kinds gets one of these kinds at random.
+    """
+    found = []
+    for revision, own in zip(revisions, find_targets(model, revisions, kinds, seed), strict=True):
+        if there := [texts for texts in own if texts]:
+            chosen = _rng(seed, "kind", revision).choice(there)
+            found.append(replace(revision, alternatives=chosen))
+    return found
+
+
+def check_kinds(model: TaskModel, kinds: Sequence[str]) -> None:
+    """Raises an InputError for kinds of targets that do not exist, or that a classifier cannot have."""
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise InputError(f"there are no targets called {unknown[0]!r}; choose among {', '.join(KINDS)}")
+    if isinstance(model, Classifier) and set(kinds) != {"beam"}:
+        raise InputError("a classifier can only be edited to its other labels; leave targets out, or set it to beam")
+
+
+def invented_name(rng: random.Random) -> str:
+    """Returns a name of one to six words made of syllables, such as "Brounex Dai Kluma"."""
+    return " ".join(_invented_word(rng) for _ in range(rng.randint(*WORDS)))
+
+
+def _invented_word(rng: random.Random) -> str:
+    syllables = (rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(*SYLLABLES)))
+    return ("".join(syllables) + rng.choice(CODAS)).capitalize()
+
+
+def _alternatives(revisions: Sequence[Revision], seed: int) -> Maker:
+    return lambda revision: revision.alternatives if revision.target is None else (revision.target,)
+
+
+def _gold_answers(revisions: Sequence[Revision], seed: int) -> Maker:
+    def make(revision: Revision) -> Texts:
+        right = any(same(revision.prediction, answer) for answer in revision.answers)
+        return () if right else revision.answers
+
+    return make
+
+
+def _answers_of_others(revisions: Sequence[Revision], seed: int) -> Maker:
+    by_relation: dict[str | None, dict[str, str]] = {}
+    for revision in revisions:
+        for answer in revision.answers:
+            for relation in {revision.relation, None}:  # all answers are listed under None
+                by_relation.setdefault(relation, {}).setdefault(normalize(answer), answer)
+    answers = {relation: list(found.values()) for relation, found in by_relation.items()}
+
+    def make(revision: Revision) -> Texts:
+        known = {normalize(t) for t in (revision.prediction, *revision.alternatives, *revision.answers)}
+        pool = answers.get(revision.relation, [])
+        drawn = _rng(seed, "relation", revision).sample(pool, min(len(pool), PER_REVISION + len(known)))
+        return tuple(text for text in drawn if normalize(text) not in known)[:PER_REVISION]
+
+    return make
+
+
+def _invented_names(revisions: Sequence[Revision], seed: int) -> Maker:
+    texts = (text for r in revisions for text in (r.input, r.prediction, *r.alternatives, *r.answers))
+    known = {normalize(word) for text in texts for word in text.split()}
+
+    def make(revision: Revision) -> Texts:
+        rng = _rng(seed, "invented", revision)
+        names: list[str] = []
+        while len(names) < PER_REVISION:
+            name = invented_name(rng)
+            if known.isdisjoint(map(normalize, name.split())):
+                names.append(name)
+        return tuple(names)
+
+    return make
+
+
+def _rng(seed: int, purpose: str, revision: Revision) -> random.Random:
+    """A generator of its own for each revision, so that its targets do not depend on the order of the file."""
+    return random.Random(f"{seed}/{purpose}/{revision.id}")
+
+
+KINDS: dict[str, Callable[[Sequence[Revision], int], Maker]] = {
+    "beam": _alternatives,
+    "gold": _gold_answers,
+    "relation": _answers_of_others,
+    "invented": _invented_names,
+}
