@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 import string
 import tomllib
@@ -114,8 +115,7 @@ def _expanded(experiment: str, one: dict[str, Any], spec: dict[str, Any]) -> Ite
     run = _filled(one["run"], spec.get("variables", {}))
     for combination in itertools.product(*each.values()):
         values = dict(zip(each, combination, strict=True))
-        # Characters that file names had better not contain are left out.
-        parts = [path.stem, *("".join(c for c in value if c.isalnum() or c in "._-") for value in combination)]
+        parts = [path.stem, *(re.sub(r"[^\w.]+", "-", value).strip("-") for value in combination)]
         yield Step(
             experiment=experiment,
             group=one["name"],

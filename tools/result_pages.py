@@ -128,15 +128,20 @@ class Pages:
 
     def commands(self, experiment: Experiment) -> str:
         """All commands, those of one group once. Values that are still to be chosen are in capitals."""
-        lines = []
-        for step in {step.group: step for step in reversed(experiment.steps)}.values():
-            others = [other.values for other in experiment.steps if other.group == step.group]
-            each = [f"{name}: {', '.join(dict.fromkeys(v[name] for v in others))}" for name in step.values]
-            notes = [f"for each {'; '.join(each)}"] if each else []
-            notes += [f"with the best of {step.best}"] if step.best else []
-            command = self._record(step.key).get("command") or self.plan.shown(step)
-            lines.append("".join(f"# {note}\n" for note in notes) + _folded(_arguments(command), " \\\n    "))
-        return "```\n" + "\n".join(reversed(lines)) + "\n```\n"
+        groups: dict[str, list[Step]] = {}
+        for step in experiment.steps:
+            groups.setdefault(step.group, []).append(step)
+        return "```\n" + "".join(map(self._command, groups.values())) + "```\n"
+
+    def _command(self, steps: Sequence[Step]) -> str:
+        """The command of the first step of a group, below comments on the others."""
+        step = steps[0]
+        each = [f"{name}: {', '.join(dict.fromkeys(s.values[name] for s in steps))}" for name in step.values]
+        notes = [f"for each {'; '.join(each)}"] if each else []
+        notes += [f"with the best of {step.best}"] if step.best else []
+        command = self._record(step.key).get("command") or self.plan.shown(step)
+        lines = [_folded(["#", *note.split()], "\n#   ") for note in notes]
+        return "".join(f"{line}\n" for line in [*lines, _folded(_arguments(command), " \\\n    ")])
 
     def rewritten(self, text: str) -> str:
         """A page's text, with everything between its marks made again."""
