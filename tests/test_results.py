@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,24 +22,20 @@ ROOT = Path(__file__).parent.parent
 TOOLS = ROOT / "tools"
 
 
-def load_tools() -> tuple[Any, Any, Any]:
-    """Imports the tools, which are scripts and no package. tests/ has a module called results, too."""
-    kept = sys.modules.pop("results", None)
+def load_tools(*names: str) -> list[Any]:
+    """Imports tools, which are scripts and no package, also if the tests have a module of the same name."""
+    ours = {name: sys.modules.pop(name, None) for name in names}
     sys.path.insert(0, str(TOOLS))
     try:
-        import experiment
-        import result_pages
-        import results
-
-        return experiment, result_pages, results
+        return [import_module(name) for name in names]
     finally:
         sys.path.remove(str(TOOLS))
-        sys.modules.pop("results", None)
-        if kept is not None:
-            sys.modules["results"] = kept
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update({name: module for name, module in ours.items() if module is not None})
 
 
-experiment, result_pages, results = load_tools()
+experiment, result_pages, results = load_tools("experiment", "result_pages", "results")
 EXPERIMENTS = experiment.read_experiments(TOOLS / "experiments")
 PLAN = experiment.Plan(EXPERIMENTS, Path("data"), Path("models"), Path("runs"))
 
@@ -90,6 +87,9 @@ PAGE = """# Toy
 Prose stays, with `<!-- table toy -->` in it.
 
 <!-- commands toy -->
+<!-- end -->
+
+<!-- settings toy -->
 <!-- end -->
 """
 SUMMARY = {"fingerprint": "f", "precision": "float32", "products": "highest", "revisions": "r", "model_kind": "bert"}
@@ -281,6 +281,8 @@ def test_the_page_shows_means_intervals_and_seeds_beside_the_paper(bench: Bench)
     assert "| Editor | 3 seeds | 90.0 to 92.0 | 95.00 to 95.00 |" in bench.page
     assert "10 edits × 20 control inputs, float32" in bench.page
     assert "Minutes of training, at most: Editor 2.0." in bench.page
+    assert "`tune`, by success + retain; chosen: 1e-4.\n" in bench.page
+    assert "| floor | success | retain |\n| --- | ---: | ---: |\n| 1e-3 | 0.900 | 0.950 |" in bench.page
     assert "Prose stays, with `<!-- table toy -->` in it." in bench.page
     assert "# for each seed: 0, 1, 2\n# with the best of tune\nfactpatch train --model runs/toy" in bench.page
     assert str(bench.folder) not in bench.page + json.dumps(bench.record("dev-editor-1"))

@@ -119,12 +119,15 @@ class Pages:
         return "\n".join(filter(None, parts)) or "Not run yet.\n"
 
     def _tried(self, step: Step, name: str) -> str:
-        tried = [(other, record) for other in self.plan.matching(step, name) if (record := self._record(other.key))]
+        tried = [(other, found["result"]) for other in self.plan.tried(step) if (found := self._record(other.key))]
         if not tried:
             return ""
-        keys = [k for k in ("success", "retain", "equivalence", "equivalence_human") if tried[0][1]["result"].get(k)]
-        lines = [[*other.values.values(), *_texts({k: record["result"][k] for k in keys})] for other, record in tried]
-        return f"`{name}`, by {' + '.join(step.by)}:\n\n{_grid([*tried[0][0].values, *keys], lines)}"
+        shown = ("success", "retain", "equivalence", "equivalence_human")
+        keys = [key for key in shown if any(result.get(key) is not None for _, result in tried)]
+        lines = [[*other.values.values(), *_texts({key: result[key] for key in keys})] for other, result in tried]
+        best = max(tried, key=lambda pair: sum(pair[1].get(key) or 0 for key in step.by))[0]
+        title = f"`{name}`, by {' + '.join(step.by)}; chosen: {', '.join(best.values.values())}."
+        return f"{title}\n\n{_grid([*best.values, *keys], lines)}"
 
     def commands(self, experiment: Experiment) -> str:
         """All commands, those of one group once. Values that are still to be chosen are in capitals."""
@@ -227,7 +230,7 @@ def _conditions(rows: Sequence[Row]) -> str:
 
 
 def _texts(values: dict[str, Any]) -> list[str]:
-    return [f"{value:.4g}" if isinstance(value, float) else str(value or "-") for value in values.values()]
+    return [f"{v:.3f}" if isinstance(v, float) and v > 0.01 else "-" if v is None else str(v) for v in values.values()]
 
 
 def _grid(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -109,6 +109,7 @@ class Runner:
             _remove(output)
         about = {
             "step": step.key,
+            "values": dict(step.values),
             "command": self.plan.shown(step, chosen),
             "identity": identity,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
