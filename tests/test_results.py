@@ -3,150 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from inspect import signature
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
+from experiments import SUMMARY, TOY, Bench, experiment, result_pages, results
 
-from factpatch.cli import app
-from factpatch.cli.evaluate_options import check_options, parse_options
 from factpatch.errors import FileError, InputError
-from factpatch.training import PRESETS, resolve_config
-
-ROOT = Path(__file__).parent.parent
-TOOLS = ROOT / "tools"
-
-
-def load_tools(*names: str) -> list[Any]:
-    """Imports tools, which are scripts and no package, also if the tests have a module of the same name."""
-    ours = {name: sys.modules.pop(name, None) for name in names}
-    sys.path.insert(0, str(TOOLS))
-    try:
-        return [import_module(name) for name in names]
-    finally:
-        sys.path.remove(str(TOOLS))
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update({name: module for name, module in ours.items() if module is not None})
-
-
-experiment, result_pages, results = load_tools("experiment", "result_pages", "results")
-EXPERIMENTS = experiment.read_experiments(TOOLS / "experiments")
-PLAN = experiment.Plan(EXPERIMENTS, Path("data"), Path("models"), Path("runs"))
-
-TOY = """
-[variables]
-measure = "evaluate --model $model --data $data/dev.jsonl --output $out"
-
-[[steps]]
-name = "model"
-run = "fit --model $models/base --train $data/train.jsonl --output $out"
-
-[[steps]]
-name = "tune"
-each = { floor = ["1e-3", "1e-4"] }
-run = "train --model $model --train $data/train.jsonl --output $out --set margin_floor=$floor"
-
-[[steps]]
-name = "editor"
-each = { seed = [0, 1, 2] }
-best = "tune"
-run = "train --model $model --train $data/train.jsonl --output $out --set margin_floor=$floor --seed $seed"
-
-[[steps]]
-name = "dev-editor"
-each = { seed = [0, 1, 2] }
-run = "$measure --editor $editor"
-
-[[steps]]
-name = "dev-finetune"
-run = "$measure --method finetune"
-
-[[steps]]
-name = "report"
-run = "report ${dev-editor} ${dev-finetune} --output $out"
-
-[[tables]]
-name = "toy"
-columns = ["success", "retain"]
-rows = [
-    { label = "Editor", step = "dev-editor", paper = [98.8, 98.14] },
-    { label = "Fine-tune", step = "dev-finetune", paper = [100, 86.95] },
-]
-"""
-PAGE = """# Toy
-
-<!-- table toy -->
-<!-- end -->
-
-Prose stays, with `<!-- table toy -->` in it.
-
-<!-- commands toy -->
-<!-- end -->
-
-<!-- settings toy -->
-<!-- end -->
-"""
-SUMMARY = {"fingerprint": "f", "precision": "float32", "products": "highest", "revisions": "r", "model_kind": "bert"}
-
-
-class Bench:
-    """A folder with a toy experiment, and commands that only write what they were asked."""
-
-    def __init__(self, folder: Path, toml: str = TOY):
-        self.folder = folder
-        self.commands: list[list[str]] = []
-        self.failing: str | None = None  # commands with this word fail
-        self.summary = dict(SUMMARY)
-        for name, text in {"data/train.jsonl": "1", "data/dev.jsonl": "2", "models/base/weights": "3"}.items():
-            self.write(name, text)
-        self.write("experiments/toy.toml", toml)
-        self.write("docs/results/toy.md", PAGE)
-
-    def write(self, name: str, text: str) -> None:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-
-    def call(self, words: Sequence[str], log: Path) -> str:
-        self.commands.append(list(words))
-        output = Path(words[words.index("--output") + 1])
-        (output / "checkpoint").mkdir(parents=True, exist_ok=True)
-        if self.failing in words:
-            raise FileError("out of memory")
-        (output / "checkpoint").rmdir()
-        seed = int(words[words.index("--seed") + 1]) if "--seed" in words else 0
-        (output / "content").write_text(f"{words[0]} {seed}", encoding="utf-8")
-        if words[0] == "evaluate":
-            seed = int(output.name[-1]) if output.name[-1].isdigit() else 0
-            (output / "summary.json").write_text(json.dumps({**self.summary, "model": words[2]}), encoding="utf-8")
-        success = 0.9 + seed / 100 + (0.05 if "margin_floor=1e-4" in words else 0)
-        intervals = {"success": [0.8, 1.0], "retain": [0.9, 1.0]}
-        sizes = {"edits": 10, "retain_inputs": 20, "seconds": 120.0}
-        return json.dumps({"success": success, "retain": 0.95, "intervals": intervals, **sizes}) + "\n"
-
-    def run(self, *options: str) -> int:
-        self.commands.clear()
-        places = {"data": "data", "models": "models", "work": "runs", "experiments": "experiments", "docs": "docs"}
-        folders = [word for name, path in places.items() for word in (f"--{name}", str(self.folder / path))]
-        return results.main([*folders, *options], self.call)
-
-    @property
-    def outputs(self) -> list[str]:
-        """The names of what the last run wrote, in order."""
-        return [Path(words[words.index("--output") + 1]).name for words in self.commands]
-
-    @property
-    def page(self) -> str:
-        return (self.folder / "docs/results/toy.md").read_text(encoding="utf-8")
-
-    def record(self, name: str) -> dict[str, Any]:
-        return json.loads((self.folder / f"docs/results/runs/toy/{name}.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -271,7 +135,6 @@ def test_several_steps_run_at_the_same_time(bench: Bench) -> None:
 
 
 def test_the_page_shows_means_intervals_and_seeds_beside_the_paper(bench: Bench) -> None:
-    bench.write("docs/results/toy.md", PAGE)
     bench.run("--pages")
     assert "| Editor | not run | 98.80 | not run | 98.14 |" in bench.page
     bench.run()
@@ -400,70 +263,3 @@ def test_docstrings_and_comments_are_not_code(tmp_path: Path, monkeypatch: pytes
         hashes.append(results.code_hash())
     results.code_hash.cache_clear()
     assert hashes[0] == hashes[1] != hashes[2]
-
-
-# The experiments of the project
-
-
-def arguments(step: Any) -> list[str]:
-    """A step's arguments, with the first of the settings that it chooses from."""
-    tried = PLAN.matching(step, step.best) if step.best else []
-    return PLAN.command(step, tried[0].values if tried else {})
-
-
-COMMANDS: Any = typer.main.get_command(app)
-
-
-def parsed(step: Any) -> Any:
-    words, command = arguments(step), COMMANDS
-    while hasattr(command, "commands"):
-        command = command.commands[words.pop(0)]
-    return command.make_context(command.name, words)
-
-
-@pytest.mark.parametrize("name", list(EXPERIMENTS))
-def test_every_command_is_understood(name: str) -> None:
-    for step in EXPERIMENTS[name].steps:
-        options = parsed(step).params
-        if step.run.startswith("train "):
-            given = {"method": options["method"], "minutes": options["minutes"], "seed": options["seed"]}
-            config = options["config"] or "fc"
-            assert config in PRESETS
-            resolve_config(config, None, list(options["setting"] or []), given)
-        if step.run.startswith("evaluate "):
-            checked = signature(check_options).parameters.keys() & options.keys()
-            check_options(**{key: options[key] for key in checked}, updates=5 if options["loop"] else 1)
-            settings = list(options["setting"] or [])
-            parse_options(settings, options["method"], options["editor"], options["select"])
-
-
-def all_needs(step: Any) -> set[str]:
-    return {step.key}.union(*(all_needs(need) for need in PLAN.needs(step)))
-
-
-def test_settings_are_chosen_and_editors_trained_without_dev() -> None:
-    compared = {other.key for step in PLAN.steps.values() if step.best for other in PLAN.matching(step, step.best)}
-    assert compared
-    for step in PLAN.steps.values():
-        if step.key in compared or step.run.startswith(("fit ", "train ", "scope ")):
-            assert not [key for key in all_needs(step) if "dev" in key], step.key
-            assert "/dev.jsonl" not in step.run
-
-
-def test_every_row_of_a_table_is_evaluated_on_dev() -> None:
-    for one in EXPERIMENTS.values():
-        groups = {step.group: step for step in one.steps}
-        for table in one.tables:
-            for row in table["rows"]:
-                assert any(key.endswith("/dev.jsonl") for key in all_needs(groups[row["step"]])), row
-                assert len(row.get("paper", table.get("columns", []))) == len(table.get("columns", []))
-
-
-def test_pages_are_up_to_date() -> None:
-    pages = result_pages.Pages(PLAN, EXPERIMENTS.values(), ROOT / "docs" / "results" / "runs")
-    shown = set()
-    for path in (ROOT / "docs").rglob("*.md"):
-        text = path.read_text(encoding="utf-8")
-        assert pages.rewritten(text) == text, f"{path.name}: run `make results ARGS=--pages`"
-        shown |= {found[3] for found in result_pages.MARKED.finditer(text) if found[2] == "table"}
-    assert shown == {table["name"] for one in EXPERIMENTS.values() for table in one.tables}
