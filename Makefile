@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test fuzz lint format bench docs world world-check clean
+.PHONY: demo test fuzz lint format bench docs results world world-check clean
 
 demo: $(VENV)/.ready
 	@echo "demo: patches a small model that knows the world of 2018 with what has changed since"
@@ -34,6 +34,11 @@ bench: $(VENV)/.ready
 
 docs: $(VENV)/.ready-dev
 	$(BIN)/python docs/make_cli.py
+
+# Runs the experiments of tools/experiments and writes docs/results: hours of GPU time, in steps that resume.
+# make results ONLY=fact-checking ARGS="--dry-run" (or --jobs 3, --pages, --help)
+results: $(VENV)/.ready-dev
+	$(BIN)/python tools/results.py $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 # Trains the embedded model and editor: under half an hour on two cores. `make world-check` measures them.
 world: $(VENV)/.ready-dev
