@@ -47,12 +47,25 @@ class EncoderDecoderSteps:
         self.rows, self.device = len(inputs["input_ids"]), inputs["input_ids"].device
 
     def start(self, beams: int) -> None:
-        states = self.model.get_encoder()(**self.inputs).last_hidden_state
-        self.states = states.repeat_interleave(beams, 0)  # (rows·beams, tokens, width)
-        self.mask = self.inputs["attention_mask"].repeat_interleave(beams, 0)
+        self.beams = beams
+        self.states = self.model.get_encoder()(**self.inputs).last_hidden_state  # (rows, tokens, width)
+        self.mask = self.inputs["attention_mask"]
         self.cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        self.is_first = True
 
     def next(self, last: Tensor) -> Tensor:
+        if not self.is_first or self.beams == 1:
+            return self._logits(last)
+        # The beams of a row are still the same: the first step and the encoder's keys and values need only one of them.
+        self.is_first = False
+        logits = self._logits(last[:: self.beams])
+        self.cache.batch_repeat_interleave(self.beams)
+        self.states, self.mask, logits = (
+            tensor.repeat_interleave(self.beams, 0) for tensor in (self.states, self.mask, logits)
+        )
+        return logits
+
+    def _logits(self, last: Tensor) -> Tensor:
         return self.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=self.states),
             attention_mask=self.mask,
