@@ -16,11 +16,12 @@ from factpatch.ledger_store import Fact
 from factpatch.models.answers import Answer
 from factpatch.patch import Patch
 from factpatch.serve import html
+from factpatch.serve.answering import Answered
 from factpatch.serve.limits import Limits, RateLimiter
 from factpatch.serve.proposals import Comparison, Control, Proposal, Proposals, UnknownError
 from factpatch.serve.questions import Questions, world_questions
 from factpatch.serve.run import check_exposure
-from factpatch.serve.service import Answered, Check
+from factpatch.serve.service import Check
 from factpatch.serve.worker import BusyError, Handler, Worker, chained
 
 

@@ -102,7 +102,7 @@ def beam_search(
     banned_first = torch.tensor(config.begin_suppress_tokens or [], dtype=torch.long, device=steps.device)
     found = Found(state.finished.clone(), state.finished_scores.clone())
     for length in range(1, limit):
-        logits = steps.next(state.running[:, :, length - 1].flatten())  # (B·K, vocabulary)
+        logits = steps.next(state.running[:, :, length - 1].flatten())  # (B·K, vocabulary), first (B, ...)
         if length == 1 and len(banned_first):
             logits = logits.index_fill(1, banned_first, float("-inf"))
         origin = _advance(state, logits, length, config, banned, stop)
@@ -141,11 +141,9 @@ def _start(rows: int, beams: int, limit: int, config: GenerationConfig, device: 
     if config.decoder_start_token_id is not None:
         running[:, :, 0] = config.decoder_start_token_id
     scores = torch.full((rows, beams), NEVER, device=device)
-    first_only = scores.clone()
-    first_only[:, 0] = 0  # all beams start equal, so only one of them counts
     return _Beams(
         running=running,
-        running_scores=first_only,
+        running_scores=torch.zeros_like(scores),
         finished=running.clone(),
         finished_scores=scores,
         is_finished=torch.zeros_like(scores, dtype=torch.bool),
@@ -159,8 +157,9 @@ def _advance(
 ) -> Tensor:
     """Appends one token in place. Returns the beam that each running sequence continues: (B, K)."""
     rows, beams, limit = state.running.shape
-    scores, tokens = _best_tokens(logits, 2 * beams, length, limit, config, banned)  # (B·K, 2K)
-    scores = scores.view(rows, beams, -1) + state.running_scores[:, :, None]
+    scores, tokens = _best_tokens(logits, 2 * beams, length, limit, config, banned)  # (B·K, 2K), first (B, 2K)
+    scores = scores.view(rows, -1, 2 * beams)
+    scores = scores + state.running_scores[:, : scores.shape[1], None]
     scores, picked = scores.flatten(1).topk(2 * beams)  # (B, 2K)
     origin = picked // (2 * beams)
     token = tokens.view(rows, -1).gather(1, picked)

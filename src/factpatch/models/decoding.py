@@ -30,7 +30,8 @@ class Steps(Protocol):
     def next(self, last: Tensor) -> Tensor:
         """Appends the last tokens, (rows·beams,), and returns the logits of the next: (rows·beams, vocabulary).
 
-        The tokens of the first call are ignored by models that continue a prompt.
+        The beams of a row start equal, so the first call runs one of them: (rows, vocabulary). Its tokens are ignored
+        by models that continue a prompt.
         """
         ...
 
@@ -56,13 +57,10 @@ class EncoderDecoderSteps:
     def next(self, last: Tensor) -> Tensor:
         if not self.is_first or self.beams == 1:
             return self._logits(last)
-        # The beams of a row are still the same: the first step and the encoder's keys and values need only one of them.
         self.is_first = False
         logits = self._logits(last[:: self.beams])
         self.cache.batch_repeat_interleave(self.beams)
-        self.states, self.mask, logits = (
-            tensor.repeat_interleave(self.beams, 0) for tensor in (self.states, self.mask, logits)
-        )
+        self.states, self.mask = (each.repeat_interleave(self.beams, 0) for each in (self.states, self.mask))
         return logits
 
     def _logits(self, last: Tensor) -> Tensor:
@@ -100,12 +98,11 @@ class PromptSteps:
         if self.is_first:
             self.is_first = False
             logits = self.run(**self.inputs, past_key_values=self.cache)
-            if self.beams == 1:
-                return logits
-            self.cache.batch_repeat_interleave(self.beams)
-            self.mask, self.position, logits = (
-                tensor.repeat_interleave(self.beams, 0) for tensor in (self.mask, self.position, logits)
-            )
+            if self.beams > 1:
+                self.cache.batch_repeat_interleave(self.beams)
+                self.mask, self.position = (
+                    each.repeat_interleave(self.beams, 0) for each in (self.mask, self.position)
+                )
             return logits
         self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
         inputs = {"input_ids": last[:, None], "attention_mask": self.mask, "position_ids": self.position}

@@ -9,8 +9,9 @@ from html import escape
 from factpatch.facts import same
 from factpatch.ledger_store import Fact
 from factpatch.models.answers import Answer
+from factpatch.serve.answering import Answered
 from factpatch.serve.proposals import Comparison, Control, Proposal, WeightChange
-from factpatch.serve.service import Answered, Check
+from factpatch.serve.service import Check
 
 SHOWN_FACTS = 50
 ALONE = "Patch alone"  # heading of the answers that the patch would give if it were used for every question
