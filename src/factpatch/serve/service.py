@@ -53,7 +53,7 @@ class Service:
         self.editor = Looped(editor) if isinstance(editor, TrainableEditor) else editor
         self.proposals = Proposals(self.limits)
         self._worker = Worker(self.limits.queue)
-        self._asks = Handler(self._answer_all, ASKS_PER_BATCH)
+        self._asks = Handler(self._answer_all, ASKS_PER_BATCH, urgent=True)
         self._corrections = Handler(self._patch_all, PATCHES_PER_BATCH)
         self._tries = Handler(self._try_all, batch_size=1)
         try:
