@@ -32,15 +32,17 @@ HEADER = """<header class="fp-header"><h1>factpatch</h1>
 <a href="/docs">API</a></p></header>"""
 DOWNLOADS = """<p class="fp-downloads">Download all facts: <a href="/api/download/patch" download>merged patch</a>
 <a href="/api/download/adapter" download>LoRA adapter</a> <a href="/api/download/ledger" download>ledger</a></p>"""
-QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-SHOWN: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private"}
+# Without gradio's queue, each event is one request with its own response. With it, all responses come through one
+# stream, and an event that starts just when the stream of an earlier one closes never gets its response.
+EVENT: dict[str, Any] = {"queue": False, "api_visibility": "private"}
+QUIET: dict[str, Any] = {**EVENT, "show_progress": "hidden"}
+SHOWN: dict[str, Any] = {**EVENT, "show_progress": "minimal"}
 Result = TypeVar("Result")
 
 
 def mount_page(app: FastAPI, service: Service) -> FastAPI:
     """Adds the page to the API's application. It loads nothing from other machines."""
     page = _build(service)
-    page.queue(max_size=service.limits.queue, default_concurrency_limit=None)  # the service has its own queue
     theme = Base(
         primary_hue="indigo",
         neutral_hue="slate",
