@@ -10,6 +10,7 @@ from typing import Any
 
 from factpatch.editors import EditMethod, Looped, TrainableEditor
 from factpatch.errors import FactpatchError, InputError
+from factpatch.export import check_rank
 from factpatch.facts import FactEdit, normalize, same
 from factpatch.ledger import Ledger
 from factpatch.ledger_store import Event, Fact
@@ -192,9 +193,10 @@ class Service:
         """All accepted facts in one patch file."""
         return self._worker.call(lambda: patch_file(self._merged()))
 
-    def merged_adapter(self) -> Future[bytes]:
+    def merged_adapter(self, rank: int | None = None) -> Future[bytes]:
         """All accepted facts as one zipped PEFT adapter."""
-        return self._worker.call(lambda: adapter_file(self._merged(), self.model))
+        check_rank(rank)
+        return self._worker.call(lambda: adapter_file(self._merged(), self.model, rank))
 
     def fact_patch(self, fact_id: int) -> Future[bytes]:
         def packed() -> bytes:
