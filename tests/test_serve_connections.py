@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_slow_requests_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(connections, "HEAD_SECONDS", 0.1)
             second.sendall(HALF_HEAD)
             for slow in (second, connected(port, b""), connected(port, HALF_HEAD)):
-                with slow:
+                with slow, suppress(ConnectionResetError):  # if bytes arrive after it was closed
                     assert slow.recv(1000) == b"", "closed without an answer"
 
 
