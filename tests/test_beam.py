@@ -53,7 +53,7 @@ def test_it_finds_what_generate_finds(name: str, changes: dict[str, Any], edits:
         assert supports(generation)
         rows = model.rows([*QUESTIONS, "what is a lake ?", "euro", "the largest river in europe and africa ?"])
         beams = generation.num_beams
-        found = beam_search(EncoderDecoderSteps(model.model, rows.inputs), generation, edits).flatten(0, 1)
+        found = beam_search(EncoderDecoderSteps(model.model, rows.inputs), generation, edits).sequences.flatten(0, 1)
         generation.num_return_sequences = beams
         model.model.generation_config = generation  # `generate` takes what is None from here
         expected = model.model.generate(**rows.inputs, generation_config=generation)
@@ -72,6 +72,35 @@ def test_rows_leave_with_their_like_under_other_edits(name: str) -> None:
     rows = model.rows(2 * questions)
     with edited(model.layers, editor.update(model, editor.batch(model, edits))):
         assert model.decide(rows, 5, edits=2) == model.decide(rows, 5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", tiny.SEQ2SEQS)
+@pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0])
+def test_a_search_for_fewer_answers_finds_the_same_best(name: str, penalty: float) -> None:
+    questions = [*QUESTIONS, "what is a lake ?", "euro", "the largest river in europe and africa ?"]
+    saved = 0
+    for seed in range(5):
+        model = tiny.build(name, seed)
+        assert isinstance(model, Seq2Seq)
+        tiny.end_early(model)
+        model.generation.length_penalty = penalty
+        steps = [CountedSteps(model.model, model.rows(questions).inputs) for _ in range(5)]
+        found = [beam_search(steps[n], model.generation, 1, count=n + 1) for n in range(5)]
+        for n in range(5):
+            assert torch.equal(found[n].sequences[:, : n + 1], found[4].sequences[:, : n + 1])
+        saved += steps[4].sequences - steps[0].sequences
+    assert saved > 0 if penalty <= 0 else saved == 0
+
+
+class CountedSteps(EncoderDecoderSteps):
+    """Counts the sequences that a search continues by one token."""
+
+    sequences = 0
+
+    def next(self, last: torch.Tensor) -> torch.Tensor:
+        self.sequences += len(last)
+        return super().next(last)
 
 
 def test_settings_it_does_not_know_are_left_to_generate() -> None:

@@ -127,6 +127,14 @@ def test_a_dense_change_of_low_rank_needs_no_more_than_that_rank() -> None:
     assert (unchanged.rank, unchanged.kept) == (8, 1)
 
 
+def test_a_rank_that_servers_do_not_accept_can_be_truncated() -> None:
+    change = {"w": Dense(torch.eye(600)), "v": LowRank(torch.eye(3, 600), torch.eye(3, 600))}
+    adapter = Adapter.of(change, truncate=True)
+    assert (adapter.rank, adapter.deltas["w"].rank, adapter.deltas["v"].rank) == (RANKS[-1], RANKS[-1], 3)
+    assert adapter.kept == pytest.approx((RANKS[-1] + 3) / (600 + 3))
+    assert Adapter.of({"v": change["v"]}, truncate=True).kept == 1
+
+
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     model = tiny.build("bert")
     patch = loud_editor(model).propose(model, [FactEdit(QUESTIONS[0], tiny.other_answer(model, QUESTIONS[0]))])[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sqlite3
 import threading
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import tiny
 from samples import texts
 from test_ledger import OTHERS, Guess
 
+from factpatch import export
 from factpatch.data.revisions import Revision
 from factpatch.errors import FileError
 from factpatch.ledger import Ledger
@@ -213,11 +216,28 @@ def test_downloads(client: TestClient, model: TaskModel, tmp_path: Path) -> None
     (tmp_path / "copy.db").write_bytes(client.get("/api/download/ledger").content)
     with Ledger(tmp_path / "copy.db", model) as copy:
         assert [one.id for one in copy.facts()] == [fact["id"]]
-    adapter = client.get("/api/download/adapter")
-    if hasattr(Patch, "export_peft"):
-        assert adapter.content.startswith(b"PK")
-    else:
-        problem(adapter, 501, "cannot export adapters")
+    assert "exactly as the merged patch" in adapter_readme(client.get("/api/download/adapter"))
+
+
+def adapter_readme(answer: Any) -> str:
+    """README.md in a downloaded adapter."""
+    with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+        assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} < set(archive.namelist())
+        return archive.read("adapter/README.md").decode()
+
+
+def test_an_adapter_of_a_rank_that_no_server_accepts_is_truncated(
+    client: TestClient, model: TaskModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted(client, model)
+    monkeypatch.setattr(export, "RANKS", (1, 2))
+    found = adapter_readme(client.get("/api/download/adapter"))
+    assert "Its rank is 2." in found
+    assert re.search(r"its change was truncated: \d+\.\d\d% of the squared norm is left", found)
+    assert re.search(r"100\.0% of the facts hold with the patch, \d+\.\d% with this adapter", found)
+    assert "Its rank is 1." in adapter_readme(client.get("/api/download/adapter?rank=1"))
+    problem(client.get("/api/download/adapter?rank=3"), 422, "expected a rank among 1, 2, found 3")
+    problem(client.get("/api/download/adapter?rank=x"), 422, "rank: ")
 
 
 # Refusals

@@ -16,11 +16,12 @@ from factpatch.ledger_store import Fact
 from factpatch.models.answers import Answer
 from factpatch.patch import Patch
 from factpatch.serve import html
+from factpatch.serve.answering import Answered
 from factpatch.serve.limits import Limits, RateLimiter
 from factpatch.serve.proposals import Comparison, Control, Proposal, Proposals, UnknownError
 from factpatch.serve.questions import Questions, world_questions
 from factpatch.serve.run import check_exposure
-from factpatch.serve.service import Answered, Check
+from factpatch.serve.service import Check
 from factpatch.serve.worker import BusyError, Handler, Worker, chained
 
 
@@ -73,23 +74,23 @@ def test_an_error_fails_its_own_request_only() -> None:
     held.worker.close()
 
 
-def test_kinds_of_requests_take_turns() -> None:
+def test_urgent_requests_get_every_second_turn() -> None:
     order: list[str] = []
 
-    def log(name: str) -> Handler[int, int]:
+    def log(name: str, urgent: bool) -> Handler[int, int]:
         def run(requests: list[int]) -> list[int]:
             order.append(name)
             return requests
 
-        return Handler(run, batch_size=1)
+        return Handler(run, batch_size=1, urgent=urgent)
 
-    slow, fast = log("slow"), log("fast")
+    slow, other, urgent = log("slow", False), log("other", False), log("urgent", True)
     held = Held()
-    futures = [held.worker.submit(handler, 0) for handler in (slow, slow, slow, fast)]
+    futures = [held.worker.submit(handler, 0) for handler in (slow, slow, other, urgent, urgent, urgent, urgent)]
     held.go_on.set()
     held.worker.close()
     assert all(future.done() for future in futures), "closing finishes what is waiting"
-    assert order == ["slow", "fast", "slow", "slow"]
+    assert order == ["urgent", "slow", "urgent", "slow", "urgent", "other", "urgent"]
 
 
 def test_errors_reach_only_those_they_concern() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -39,72 +40,112 @@ class Record:
     tried: set[tuple[str, str]] = field(default_factory=set)  # question and target of everything ever sent to accept
     asked: int = 0
     right: int = 0
+    cpu_seconds: float = 0.0  # of the service
+    machine_load: list[float] = field(default_factory=list)  # running processes of the whole machine, once per second
 
 
-async def send(client: httpx.AsyncClient, record: Record, kind: str, **sent: Any) -> dict[str, Any] | None:
-    start = time.perf_counter()
-    try:
-        answer = await client.post(f"/api/{kind}", json=sent)
-        answer.raise_for_status()
-    except httpx.HTTPError as error:
-        body = error.response.text[:200] if isinstance(error, httpx.HTTPStatusError) else ""
-        record.errors.append(f"{kind}: {type(error).__name__} {body}")
-        return None
-    record.seconds[kind].append(time.perf_counter() - start)
-    return answer.json()
+class Client:
+    """A connection to the service. It needs little CPU time, because the clients share the machine with the service."""
+
+    def __init__(self, url: str, record: Record):
+        self.host, self.port = url.removeprefix("http://").split(":")
+        self.record = record
+
+    async def __aenter__(self) -> Self:
+        self.reader, self.writer = await asyncio.open_connection(self.host, int(self.port))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+
+    async def send(self, kind: str, **sent: Any) -> dict[str, Any] | None:
+        """Posts to the API. Returns the answer, or records an error and returns None."""
+        start = time.perf_counter()
+        try:
+            status, body = await asyncio.wait_for(self._post(f"/api/{kind}", json.dumps(sent).encode()), WAIT)
+        except (OSError, EOFError, TimeoutError) as error:
+            self.record.errors.append(f"{kind}: {type(error).__name__}")
+            self.writer.close()
+            return None
+        if status != 200:
+            self.record.errors.append(f"{kind}: status {status} {body[:200]!r}")
+            return None
+        self.record.seconds[kind].append(time.perf_counter() - start)
+        return json.loads(body)
+
+    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        headers = {"Host": self.host, "Content-Type": "application/json", "Content-Length": len(body)}
+        lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        self.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        length = next(int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length:"))
+        return int(first.split()[1]), await self.reader.readexactly(length)
 
 
-async def asker(client: httpx.AsyncClient, record: Record, facts: list[world.Fact], seed: int, end: float) -> None:
+async def asker(url: str, record: Record, facts: list[world.Fact], seed: int, end: float) -> None:
     """Asks facts that nobody changes, whose answers must therefore stay."""
     rng = random.Random(seed)
-    while time.perf_counter() < end:
-        fact = rng.choice(facts)
-        found = await send(client, record, "ask", question=rng.choice(fact.questions))
-        if found is not None:
-            record.asked += 1
-            record.right += same(found["answers"][0]["text"], fact.answer)
+    async with Client(url, record) as client:
+        while time.perf_counter() < end and not client.writer.is_closing():
+            fact = rng.choice(facts)
+            found = await client.send("ask", question=rng.choice(fact.questions))
+            if found is not None:
+                record.asked += 1
+                record.right += same(found["answers"][0]["text"], fact.answer)
 
 
-async def proposer(client: httpx.AsyncClient, record: Record, facts: list[world.Fact], seed: int, end: float) -> None:
+async def proposer(url: str, record: Record, facts: list[world.Fact], seed: int, end: float) -> None:
     """Proposes wrong answers to facts of its own, accepts two of three, and discards the others."""
     rng = random.Random(seed)
-    for fact in facts:
-        if time.perf_counter() >= end:
-            return
-        target = rng.choice([one.answer for one in world.facts() if one.relation == fact.relation])
-        if same(target, fact.answer):
-            continue
-        question = fact.questions[0]
-        proposal = await send(client, record, "propose", question=question, target=target)
-        if proposal is None or not proposal["success"]:
-            continue
-        if rng.random() < 1 / 3:
-            await send(client, record, "discard", id=proposal["id"])
-            continue
-        record.tried.add((question, target))
-        accepted = await send(client, record, "accept", id=proposal["id"])
-        if accepted is not None:
-            record.accepted[accepted["id"]] = (question, target)
-            now = await send(client, record, "ask", question=question)
-            if now is not None and not same(now["answers"][0]["text"], target):
-                record.errors.append(f"{question}: accepted {target}, but the service says {now['answers'][0]['text']}")
+    async with Client(url, record) as client:
+        for fact in facts:
+            if time.perf_counter() >= end or client.writer.is_closing():
+                return
+            target = rng.choice([one.answer for one in world.facts() if one.relation == fact.relation])
+            if not same(target, fact.answer):
+                await correct(client, record, fact.questions[0], target, keep=rng.random() < 2 / 3)
+
+
+async def correct(client: Client, record: Record, question: str, target: str, keep: bool) -> None:
+    """Proposes one correction, and accepts or discards it."""
+    proposal = await client.send("propose", question=question, target=target)
+    if proposal is None or not proposal["success"]:
+        return
+    await expect(client, record, question, proposal["question"]["before"][0]["text"], "it was only proposed")
+    if not keep:
+        await client.send("discard", id=proposal["id"])
+        return
+    record.tried.add((question, target))
+    accepted = await client.send("accept", id=proposal["id"])
+    if accepted is not None:
+        record.accepted[accepted["id"]] = (question, target)
+        await expect(client, record, question, target, "it was accepted")
+
+
+async def expect(client: Client, record: Record, question: str, answer: str, why: str) -> None:
+    """Asks as any other client could, and records a wrong answer as an error."""
+    found = await client.send("ask", question=question)
+    if found is not None and not same(found["answers"][0]["text"], answer):
+        record.errors.append(f"{question}: {why}, so expected {answer}, found {found['answers'][0]['text']}")
 
 
 async def watch(process: psutil.Process, record: Record, end: float) -> None:
+    before = process.cpu_times()
     while time.perf_counter() < end:
         record.memory.append(process.memory_info().rss / 1e6)
+        record.machine_load.append(os.getloadavg()[0])
         await asyncio.sleep(1)
+    after = process.cpu_times()
+    record.cpu_seconds = after.user + after.system - before.user - before.system
 
 
 async def load(url: str, process: psutil.Process, record: Record, options: argparse.Namespace) -> None:
     facts = random.Random(options.seed).sample(world.facts(), len(world.facts()))
     own, rest = facts[: len(facts) // 2], facts[len(facts) // 2 :]
     end = time.perf_counter() + options.seconds
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=WAIT, limits=limits) as client:
-        tasks = [proposer(client, record, own[n :: options.proposers], n, end) for n in range(options.proposers)]
-        tasks += [asker(client, record, rest, n, end) for n in range(options.proposers, options.clients)]
-        await asyncio.gather(watch(process, record, end), *tasks)
+    tasks = [proposer(url, record, own[n :: options.proposers], n, end) for n in range(options.proposers)]
+    tasks += [asker(url, record, rest, n, end) for n in range(options.proposers, options.clients)]
+    await asyncio.gather(watch(process, record, end), *tasks)
 
 
 def start(ledger: Path) -> tuple[subprocess.Popen[str], str]:
@@ -167,6 +208,8 @@ def main() -> None:
     }
     result |= {
         "errors": len(record.errors),
+        "cpu_ms_per_request": 1000 * record.cpu_seconds / max(1, sum(map(len, record.seconds.values()))),
+        "machine_load": {"start": record.machine_load[0], "end": record.machine_load[-1], "cores": os.cpu_count()},
         "first_errors": record.errors[:3],
         "unchanged_answers": record.right / max(1, record.asked),
         "memory_mb": {"at_10_s": record.memory[min(10, len(record.memory) - 1)], "end": record.memory[-1]},

@@ -34,8 +34,11 @@ class Adapter:
     kept: float  # share of the whole change's squared norm that these factors keep; 1 if nothing was truncated
 
     @classmethod
-    def of(cls, deltas: Mapping[str, Delta], rank: int | None = None) -> Adapter:
-        """Factors of the given rank, or of the lowest of RANKS that keeps the whole change."""
+    def of(cls, deltas: Mapping[str, Delta], rank: int | None = None, truncate: bool = False) -> Adapter:
+        """Factors of the given rank, or of the lowest of RANKS that keeps the whole change.
+
+        If none of RANKS does, that is an error, or with `truncate` the highest of them is used.
+        """
         check_rank(rank)
         if not deltas:
             raise InputError("the patch changes no weights, so there is nothing to export")
@@ -43,7 +46,10 @@ class Adapter:
         total = sum(float(delta.norm()) ** 2 for delta in deltas.values())
         kept = 1 - sum(lost for _, lost in cuts.values()) / total if total else 1.0
         factors = {name: low for name, (low, _) in cuts.items()}
-        return cls(factors, rank or _lowest_rank(max(low.rank for low in factors.values())), kept)
+        needed = max(low.rank for low in factors.values())
+        if truncate and rank is None and needed > RANKS[-1]:
+            return cls.of(factors, RANKS[-1])
+        return cls(factors, rank or _lowest_rank(needed), kept)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the adapter by PEFT's names, padded with zeros to the rank."""
@@ -127,7 +133,7 @@ def _lowest_rank(needed: int) -> int:
         if rank >= needed:
             return rank
     raise InputError(
-        f"the patch has rank {needed}, but servers accept at most {RANKS[-1]}; truncate it to rank {RANKS[-1]}"
+        f"the patch has rank {needed}, but servers accept at most {RANKS[-1]}; truncate it with rank {RANKS[-1]}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,27 +45,32 @@ def best_answers_patched(
 @torch.no_grad()
 @no_cudnn_attention()
 def _ranked(model: TaskModel, inputs: Sequence[str], count: int, edits: int) -> list[list[Answer]]:
-    for text in inputs:
-        model.check_input(text)
-    ranked = model.decide(model.rows(inputs), count, edits)
-    most = max(map(len, ranked), default=0)
-    texts = [(found + found[:1] * most)[:most] for found in ranked]  # as many rows for each edit
-    pairs = [(x, text) for x, found in zip(inputs, texts, strict=True) for text in found]
-    probabilities = iter(_probabilities(model, [x for x, _ in pairs], [text for _, text in pairs]))
-    answers = [[Answer(text, next(probabilities)) for text in found] for found in texts]
-    return [_different(found) for found in answers]
+    if not inputs:
+        return []
+    decided = model.decide_scored(model.collate(model.encode_checked(inputs)), count, edits)
+    log_p = [_by_text(found) for found in decided]
+    _fill_in(model, inputs, log_p)
+    return [[Answer(text, math.exp(value or 0.0)) for text, value in found.items()] for found in log_p]
 
 
-def _probabilities(model: TaskModel, inputs: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """The probability of each answer to the input at the same place: the product over its tokens."""
-    rows = model.rows(inputs, answers).at_targets()
+def _by_text(found: Sequence[tuple[str, float | None]]) -> dict[str, float | None]:
+    """The log-probability of each different text, best first: beams can differ in tokens that are not in the text."""
+    best: dict[str, float | None] = {}
+    for text, value in found:
+        best[text] = value if best.get(text) is None else best[text]
+    return best
+
+
+def _fill_in(model: TaskModel, inputs: Sequence[str], log_p: Sequence[dict[str, float | None]]) -> None:
+    """Computes the log-probabilities that the search did not find, in one forward pass."""
+    unknown = [[text for text, value in found.items() if value is None] for found in log_p]
+    if not (most := max(map(len, unknown))):
+        return
+    # Each edit needs the same number of rows, so that some known answers are computed again.
+    texts = [(few + [next(iter(found))] * most)[:most] for few, found in zip(unknown, log_p, strict=True)]
+    pairs = [(x, text) for x, answers in zip(inputs, texts, strict=True) for text in answers]
+    rows = model.rows([x for x, _ in pairs], [text for _, text in pairs]).at_targets()
     losses = F.cross_entropy(model.scores(model.features(rows)), rows.target_labels, reduction="none")  # (positions,)
-    return losses.new_zeros(len(rows)).index_add(0, rows.row_of_position, -losses).exp().tolist()
-
-
-def _different(answers: list[Answer]) -> list[Answer]:
-    """Leaves out repeated texts: beams can differ in tokens that are not part of the text."""
-    found: dict[str, Answer] = {}
-    for answer in answers:
-        found.setdefault(answer.text, answer)
-    return list(found.values())
+    values = iter(losses.new_zeros(len(rows)).index_add(0, rows.row_of_position, -losses).tolist())  # (rows,)
+    for found, answers in zip(log_p, texts, strict=True):
+        found.update((text, next(values)) for text in answers)

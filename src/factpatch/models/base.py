@@ -98,6 +98,12 @@ class TaskModel(StoredModel):
         With `edits`, the rows run under that many edits, edit-major, and a beam search may drop finished rows.
         """
 
+    def decide_scored(
+        self, rows: Rows, count: int = 1, edits: int | None = None
+    ) -> list[list[tuple[str, float | None]]]:
+        """Like `decide`, with the log-probability of each output where the search finds it on the way, else None."""
+        return [[(text, None) for text in ranked] for ranked in self.decide(rows, count, edits)]
+
     @abstractmethod
     def check_target(self, target: str) -> str:
         """Returns the target as the model would output it, or raises an InputError if it cannot."""
@@ -114,10 +120,7 @@ class TaskModel(StoredModel):
 
     def candidates(self, inputs: Sequence[str], count: int = 5, cut: bool = False) -> list[list[str]]:
         """The `count` best outputs for each input, best first."""
-        encoded = self.encode(inputs, self.max_input_tokens if cut else None)
-        if not cut:
-            for text, one in zip(inputs, encoded, strict=True):
-                self._check(text, len(one["input_ids"]))
+        encoded = self.encode(inputs, self.max_input_tokens) if cut else self.encode_checked(inputs)
         return self.candidates_encoded(encoded, count)
 
     @exclusive
@@ -176,6 +179,13 @@ class TaskModel(StoredModel):
         truncation: dict[str, Any] = {"truncation": True, "max_length": limit} if limit else {}
         columns = self.tokenizer(list(texts), verbose=False, **truncation)
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def encode_checked(self, texts: Sequence[str]) -> list[Encoded]:
+        """Tokenises each text. Raises an InputError if one is empty or too long for the model."""
+        encoded = self.encode(texts)
+        for text, one in zip(texts, encoded, strict=True):
+            self._check(text, len(one["input_ids"]))
+        return encoded
 
     def padded_inputs(self, encoded: Sequence[Encoded]) -> dict[str, Tensor]:
         """The forward's arguments, always padded on the right: no tokens are generated after the inputs."""

@@ -9,6 +9,7 @@ leave the batch, and the host synchronises with the device once per step. The ru
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,11 @@ def supports(config: GenerationConfig) -> bool:
     return inert and single_words and config.early_stopping in (True, False, None) and _has_one_end_token(config)
 
 
+def gives_probabilities(config: GenerationConfig) -> bool:
+    """Whether scores come from the probabilities of all tokens: none is forced at the start, none left out."""
+    return supports(config) and config.forced_bos_token_id is None and not config.renormalize_logits
+
+
 def _has_one_end_token(config: GenerationConfig) -> bool:
     """Whether there are a start token and a single end token, which is not a banned word."""
     if config.eos_token_id is None or config.decoder_start_token_id is None or len(_end_tokens(config)) > 1:
@@ -68,9 +74,22 @@ class _Beams:
         return _Beams(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
+class Found(NamedTuple):
+    """The best sequences of each row, best first."""
+
+    sequences: Tensor  # (rows, beams, 1 + tokens)  padded, with the start token in front
+    scores: Tensor  # (rows, beams)                 sums of log-probabilities divided by length ** length_penalty
+
+
 @torch.no_grad()
-def beam_search(steps: Steps, config: GenerationConfig, edits: int | None = None, stop: Stop | None = None) -> Tensor:
-    """The best sequences of each row, best first and padded: (rows, beams, 1 + tokens), with the start token in front.
+def beam_search(
+    steps: Steps,
+    config: GenerationConfig,
+    edits: int | None = None,
+    stop: Stop | None = None,
+    count: int | None = None,
+) -> Found:
+    """Searches the best sequences of each row, of which only the best `count` are needed, by default all.
 
     A sequence ends where `stop` says so, by default with the end token. With `edits`, finished rows leave the batch.
     """
@@ -81,24 +100,39 @@ def beam_search(steps: Steps, config: GenerationConfig, edits: int | None = None
     state = _start(steps.rows, beams, limit, config, steps.device)
     banned = torch.tensor(_banned(config), dtype=torch.long, device=steps.device)
     banned_first = torch.tensor(config.begin_suppress_tokens or [], dtype=torch.long, device=steps.device)
-    result = state.finished.clone()
+    found = Found(state.finished.clone(), state.finished_scores.clone())
     for length in range(1, limit):
-        logits = steps.next(state.running[:, :, length - 1].flatten())  # (B·K, vocabulary)
-        if length == 1:
+        logits = steps.next(state.running[:, :, length - 1].flatten())  # (B·K, vocabulary), first (B, ...)
+        if length == 1 and len(banned_first):
             logits = logits.index_fill(1, banned_first, float("-inf"))
         origin = _advance(state, logits, length, config, banned, stop)
         full = state.is_finished.all(-1, keepdim=True) & (config.early_stopping is True)
-        done = (~state.improvable | full).squeeze(1)
+        done = (~state.improvable | full).squeeze(1) | _is_settled(state, count or beams, length, config)
         all_done, stay = rows_that_stay(done, edits)
         if all_done:
             break
         keep = torch.arange(len(done), device=done.device) if stay is None else stay
         if stay is not None:
-            result[state.row] = state.finished
+            _keep(found, state)
             state = state.take(stay)
         steps.select((keep[:, None] * beams + origin[keep]).flatten(), fewer=stay is not None)
-    result[state.row] = state.finished
-    return result
+    _keep(found, state)
+    return found
+
+
+def _keep(found: Found, state: _Beams) -> None:
+    found.sequences[state.row], found.scores[state.row] = state.finished, state.finished_scores
+
+
+def _is_settled(state: _Beams, count: int, length: int, config: GenerationConfig) -> Tensor:
+    """Whether the best `count` sequences of each row are certain: (B,).
+
+    Log-probabilities only fall as a sequence grows. Without a bonus for length, the scores fall too, so that no running
+    sequence can overtake a finished one with a higher score.
+    """
+    penalty = length_penalty(config)
+    attainable = state.running_scores[:, 0] / length**penalty
+    return state.is_finished[:, count - 1] & state.finished_scores[:, count - 1].gt(attainable) & (penalty <= 0)
 
 
 def _start(rows: int, beams: int, limit: int, config: GenerationConfig, device: torch.device) -> _Beams:
@@ -107,11 +141,9 @@ def _start(rows: int, beams: int, limit: int, config: GenerationConfig, device: 
     if config.decoder_start_token_id is not None:
         running[:, :, 0] = config.decoder_start_token_id
     scores = torch.full((rows, beams), NEVER, device=device)
-    first_only = scores.clone()
-    first_only[:, 0] = 0  # all beams start equal, so only one of them counts
     return _Beams(
         running=running,
-        running_scores=first_only,
+        running_scores=torch.zeros_like(scores),
         finished=running.clone(),
         finished_scores=scores,
         is_finished=torch.zeros_like(scores, dtype=torch.bool),
@@ -125,8 +157,9 @@ def _advance(
 ) -> Tensor:
     """Appends one token in place. Returns the beam that each running sequence continues: (B, K)."""
     rows, beams, limit = state.running.shape
-    scores, tokens = _best_tokens(logits, 2 * beams, length, limit, config, banned)  # (B·K, 2K)
-    scores = scores.view(rows, beams, -1) + state.running_scores[:, :, None]
+    scores, tokens = _best_tokens(logits, 2 * beams, length, limit, config, banned)  # (B·K, 2K), first (B, 2K)
+    scores = scores.view(rows, -1, 2 * beams)
+    scores = scores + state.running_scores[:, : scores.shape[1], None]
     scores, picked = scores.flatten(1).topk(2 * beams)  # (B, 2K)
     origin = picked // (2 * beams)
     token = tokens.view(rows, -1).gather(1, picked)
@@ -139,7 +172,7 @@ def _advance(
     state.running = candidates.gather(1, chosen[:, :, None].expand(-1, -1, limit))
     counts = ends & (torch.arange(2 * beams, device=ends.device) < beams)
     closed = state.is_finished.all(-1, keepdim=True) & (config.early_stopping is True) | ~state.improvable
-    penalty = config.length_penalty if config.length_penalty is not None else 1.0
+    penalty = length_penalty(config)
     ended = scores / length**penalty + (closed | ~counts) * NEVER
     merged = torch.cat([state.finished_scores, ended], 1)
     state.finished_scores, best = merged.topk(beams)
@@ -186,6 +219,10 @@ def _top(scores: Tensor, count: int) -> Tensor:
     rest = torch.arange(blocks * BLOCK, scores.shape[1], device=scores.device).expand(len(scores), -1)
     indices = torch.cat([indices, rest], 1)
     return indices.gather(1, scores.gather(1, indices).topk(count).indices)
+
+
+def length_penalty(config: GenerationConfig) -> float:
+    return config.length_penalty if config.length_penalty is not None else 1.0
 
 
 def _banned(config: GenerationConfig) -> list[int]:

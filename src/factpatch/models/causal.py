@@ -194,7 +194,7 @@ class Causal(TextModel):
             pad_token_id=fill,
             begin_suppress_tokens=first.tolist(),
         )
-        found = beam_search(PromptSteps(self._next_logits, inputs), generation, edits, stops)
+        found = beam_search(PromptSteps(self._next_logits, inputs), generation, edits, stops).sequences
         texts = self._decoded(found[:, :, 1:].flatten(0, 1).tolist())
         for row, best in enumerate(ranked):
             others = dict.fromkeys(texts[row * self.beams : (row + 1) * self.beams])

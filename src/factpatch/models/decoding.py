@@ -30,7 +30,8 @@ class Steps(Protocol):
     def next(self, last: Tensor) -> Tensor:
         """Appends the last tokens, (rows·beams,), and returns the logits of the next: (rows·beams, vocabulary).
 
-        The tokens of the first call are ignored by models that continue a prompt.
+        The beams of a row start equal, so the first call runs one of them: (rows, vocabulary). Its tokens are ignored
+        by models that continue a prompt.
         """
         ...
 
@@ -47,12 +48,22 @@ class EncoderDecoderSteps:
         self.rows, self.device = len(inputs["input_ids"]), inputs["input_ids"].device
 
     def start(self, beams: int) -> None:
-        states = self.model.get_encoder()(**self.inputs).last_hidden_state
-        self.states = states.repeat_interleave(beams, 0)  # (rows·beams, tokens, width)
-        self.mask = self.inputs["attention_mask"].repeat_interleave(beams, 0)
+        self.beams = beams
+        self.states = self.model.get_encoder()(**self.inputs).last_hidden_state  # (rows, tokens, width)
+        self.mask = self.inputs["attention_mask"]
         self.cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        self.is_first = True
 
     def next(self, last: Tensor) -> Tensor:
+        if not self.is_first or self.beams == 1:
+            return self._logits(last)
+        self.is_first = False
+        logits = self._logits(last[:: self.beams])
+        self.cache.batch_repeat_interleave(self.beams)
+        self.states, self.mask = (each.repeat_interleave(self.beams, 0) for each in (self.states, self.mask))
+        return logits
+
+    def _logits(self, last: Tensor) -> Tensor:
         return self.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=self.states),
             attention_mask=self.mask,
@@ -87,12 +98,11 @@ class PromptSteps:
         if self.is_first:
             self.is_first = False
             logits = self.run(**self.inputs, past_key_values=self.cache)
-            if self.beams == 1:
-                return logits
-            self.cache.batch_repeat_interleave(self.beams)
-            self.mask, self.position, logits = (
-                tensor.repeat_interleave(self.beams, 0) for tensor in (self.mask, self.position, logits)
-            )
+            if self.beams > 1:
+                self.cache.batch_repeat_interleave(self.beams)
+                self.mask, self.position = (
+                    each.repeat_interleave(self.beams, 0) for each in (self.mask, self.position)
+                )
             return logits
         self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
         inputs = {"input_ids": last[:, None], "attention_mask": self.mask, "position_ids": self.position}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
-from factpatch.models.beam import beam_search, supports
+from factpatch.models.beam import beam_search, gives_probabilities, length_penalty, supports
 from factpatch.models.decoding import EncoderDecoderSteps
 from factpatch.models.rows import NO_TARGET, Encoded, Rows, padded
 from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
@@ -72,15 +72,44 @@ class Seq2Seq(TextModel):
 
     def decide(self, rows: Rows, count: int = 1, edits: int | None = None) -> list[list[str]]:
         count = min(count, self.beams)
-        if supports(self.generation):
-            steps = EncoderDecoderSteps(self.model, rows.inputs)
-            ids = beam_search(steps, self.generation, edits)[:, :count].flatten(0, 1)
-        else:
-            generation = copy.copy(self.generation)
-            generation.num_return_sequences = count
-            ids = self.model.generate(**rows.inputs, generation_config=generation)
-        texts = self._decoded(ids.tolist())
+        texts = self._decoded(self._search(rows, count, edits)[0].tolist())
         return [texts[start : start + count] for start in range(0, len(texts), count)]
+
+    def decide_scored(
+        self, rows: Rows, count: int = 1, edits: int | None = None
+    ) -> list[list[tuple[str, float | None]]]:
+        count = min(count, self.beams)
+        found, scores = self._search(rows, count, edits)
+        sequences = found.tolist()
+        texts = self._decoded(sequences)
+        different = list(dict.fromkeys(texts))
+        targets = dict(zip(different, self.encode_targets(different), strict=True))
+        exact = gives_probabilities(self.generation)
+        scored = [
+            (text, self._log_probability(targets[text], ids, score) if exact else None)
+            for text, ids, score in zip(texts, sequences, scores.tolist(), strict=True)
+        ]
+        return [scored[start : start + count] for start in range(0, len(scored), count)]
+
+    def _search(self, rows: Rows, count: int, edits: int | None) -> tuple[Tensor, Tensor]:
+        """The best sequences and their scores in the search: (rows·count, 1 + tokens) and (rows·count,)."""
+        if supports(self.generation):
+            found = beam_search(EncoderDecoderSteps(self.model, rows.inputs), self.generation, edits, count=count)
+            return found.sequences[:, :count].flatten(0, 1), found.scores[:, :count].flatten()
+        generation = copy.copy(self.generation)
+        generation.num_return_sequences = count
+        ids = self.model.generate(**rows.inputs, generation_config=generation)
+        return ids, torch.full((len(ids),), float("nan"))
+
+    def _log_probability(self, target: list[int], sequence: list[int], score: float) -> float | None:
+        """The log-probability of a target from the score of a sequence, or None if that has other tokens.
+
+        At the maximum length the end token may have been forced, which the score does not count.
+        """
+        is_same = sequence[1 : 1 + len(target)] == target and target[-1] == self.generation.eos_token_id
+        if not is_same or len(target) >= self.max_answer_tokens:
+            return None
+        return score * len(target) ** length_penalty(self.generation)
 
     def _spelled(self, targets: Sequence[list[int]]) -> list[str]:
         if not targets:

@@ -147,9 +147,13 @@ def _downloads(service: Service) -> APIRouter:
         return _file(await result_of(service.merged_patch()), "facts.safetensors")
 
     @router.get("/download/adapter", response_class=Response)
-    async def adapter() -> Response:
-        """All accepted facts as a zipped LoRA adapter for PEFT."""
-        return _file(await result_of(service.merged_adapter()), "facts-adapter.zip")
+    async def adapter(rank: int | None = None) -> Response:
+        """All accepted facts as a zipped LoRA adapter for PEFT, vLLM and llama.cpp.
+
+        With `rank` 8, 16, 32, 64, 128, 256, 320 or 512, or if the facts need more than 512, the change is truncated;
+        README.md in the archive says what that costs.
+        """
+        return _file(await result_of(service.merged_adapter(rank)), "facts-adapter.zip")
 
     @router.get("/download/ledger", response_class=Response)
     async def ledger() -> Response:

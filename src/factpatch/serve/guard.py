@@ -19,8 +19,11 @@ from factpatch.serve.limits import BODY_BYTES, BODY_SECONDS, RateLimiter
 
 COOKIE = "factpatch-login"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-COUNTED = ("/api/", "/login", "/gradio_api/queue/join", "/gradio_api/run", "/gradio_api/call")
-CLOSED = ("/gradio_api/upload", "/gradio_api/proxy", "/gradio_api/deep_link", "/monitoring")  # not used by the page
+COUNTED = ("/api/", "/login", "/gradio_api/run")
+CLOSED = (  # not used by the page
+    *(f"/gradio_api/{name}" for name in ("call", "deep_link", "proxy", "queue", "stream", "upload")),
+    "/monitoring",
+)
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; frame-ancestors 'none'; "

@@ -9,10 +9,13 @@ from html import escape
 from factpatch.facts import same
 from factpatch.ledger_store import Fact
 from factpatch.models.answers import Answer
+from factpatch.serve.answering import Answered
 from factpatch.serve.proposals import Comparison, Control, Proposal, WeightChange
-from factpatch.serve.service import Answered, Check
+from factpatch.serve.service import Check
 
 SHOWN_FACTS = 50
+DOWNLOADS = """<p class="fp-downloads">Download all facts: <a href="/api/download/patch" download>merged patch</a>
+<a href="/api/download/adapter" download>LoRA adapter</a> <a href="/api/download/ledger" download>ledger</a></p>"""
 ALONE = "Patch alone"  # heading of the answers that the patch would give if it were used for every question
 BLOCK = re.compile(r"(.*?)(\d+)\.(.+?)(?:\.weight)?$")  # weight name: stack of blocks, number, weight in the block
 SHORT = {"self_attn": "self", "encoder_attn": "cross", "attention": "att", "layers": "", "model": ""}
@@ -164,7 +167,7 @@ def _short(name: str) -> str:
 
 
 def facts(found: Sequence[Fact], search: str) -> str:
-    """The accepted facts with a button to remove each."""
+    """The accepted facts with a button to remove each, and what can be downloaded."""
     if not found:
         return message(
             "No accepted fact contains these words." if search.strip() else "No facts have been accepted yet."
@@ -172,7 +175,7 @@ def facts(found: Sequence[Fact], search: str) -> str:
     rows = "".join(_fact(fact) for fact in found[:SHOWN_FACTS])
     count = f"{len(found)} fact{'s' * (len(found) != 1)}"
     more = f", the newest {SHOWN_FACTS} shown; search to find others" if len(found) > SHOWN_FACTS else ""
-    return f'<p class="fp-count" role="status">{count}{more}</p><ul class="fp-facts">{rows}</ul>'
+    return f'<p class="fp-count" role="status">{count}{more}</p><ul class="fp-facts">{rows}</ul>{DOWNLOADS}'
 
 
 def _fact(fact: Fact) -> str:

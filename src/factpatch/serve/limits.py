@@ -12,7 +12,9 @@ from factpatch.errors import InputError
 
 QUESTION_CHARS, ANSWER_CHARS, NOTE_CHARS = 500, 200, 500
 PARAPHRASES = 10  # per proposal
-BODY_BYTES, BODY_SECONDS = 64 << 10, 30  # of a request
+HEAD_BYTES, HEAD_SECONDS = 16 << 10, 10  # of a request: its address and headers
+BODY_BYTES, BODY_SECONDS = 64 << 10, 30
+CONNECTIONS = 1000  # that may be open at the same time
 
 
 @dataclass(frozen=True)

@@ -30,17 +30,17 @@ REMOVE = """element.addEventListener('click', event => {
 HEADER = """<header class="fp-header"><h1>factpatch</h1>
 <p>Ask the model, correct a wrong answer, and see what else would change before you accept it.
 <a href="/docs">API</a></p></header>"""
-DOWNLOADS = """<p class="fp-downloads">Download all facts: <a href="/api/download/patch" download>merged patch</a>
-<a href="/api/download/adapter" download>LoRA adapter</a> <a href="/api/download/ledger" download>ledger</a></p>"""
-QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-SHOWN: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private"}
+# Without gradio's queue, each event is one request with its own response. With it, all responses come through one
+# stream, and an event that starts just when the stream of an earlier one closes never gets its response.
+EVENT: dict[str, Any] = {"queue": False, "api_visibility": "private"}
+QUIET: dict[str, Any] = {**EVENT, "show_progress": "hidden"}
+SHOWN: dict[str, Any] = {**EVENT, "show_progress": "minimal"}
 Result = TypeVar("Result")
 
 
 def mount_page(app: FastAPI, service: Service) -> FastAPI:
     """Adds the page to the API's application. It loads nothing from other machines."""
     page = _build(service)
-    page.queue(max_size=service.limits.queue, default_concurrency_limit=None)  # the service has its own queue
     theme = Base(
         primary_hue="indigo",
         neutral_hue="slate",
@@ -195,7 +195,6 @@ class FactsTab:
         with gr.Row(elem_classes="fp-decide"):
             self.search = gr.Textbox("", label="Search", placeholder="Words of a question or an answer", scale=3)
             self.verify = gr.Button("Verify all", min_width=120)
-        gr.HTML(DOWNLOADS)
         self.report = gr.HTML(elem_id="report")
         self.facts = gr.HTML(elem_id="facts", js_on_load=REMOVE)
 

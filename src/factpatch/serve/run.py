@@ -62,7 +62,10 @@ def listen(
     """Serves until it is interrupted. Calls `on_ready` with the address of the page; port 0 means any free port."""
     import uvicorn
 
+    from factpatch.serve.connections import allow_connections, server_config
+
     check_exposure(host, token)
+    allow_connections()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -73,5 +76,4 @@ def listen(
         app = create_app(service, token)
         shown = f"[{host}]" if ":" in host else host
         on_ready(f"http://{shown}:{listener.getsockname()[1]}")
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
-        uvicorn.Server(config).run(sockets=[listener])
+        uvicorn.Server(server_config(app)).run(sockets=[listener])

@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from factpatch.editors import EditMethod, Looped, TrainableEditor
-from factpatch.engine import edited
 from factpatch.errors import FactpatchError, InputError
+from factpatch.export import check_rank
 from factpatch.facts import FactEdit, normalize, same
 from factpatch.ledger import Ledger
 from factpatch.ledger_store import Event, Fact
 from factpatch.models import TaskModel
-from factpatch.models.answers import Answer, best_answers, best_answers_patched
-from factpatch.patch import Patch, stack_patches
+from factpatch.patch import Patch
 from factpatch.scope import Scope
+from factpatch.serve.answering import Answered, Answering, Ask
 from factpatch.serve.downloads import adapter_file, ledger_file, patch_file
 from factpatch.serve.limits import Limits
-from factpatch.serve.proposals import Comparison, Control, Proposal, Proposals, UnknownError
+from factpatch.serve.proposals import Proposal, Proposals, UnknownError
 from factpatch.serve.questions import Questions
+from factpatch.serve.trials import Correction, Trials
 from factpatch.serve.worker import Handler, Worker, chained
 
 ASKS_PER_BATCH, PATCHES_PER_BATCH = 64, 8
-
-
-@dataclass(frozen=True)
-class Ask:
-    question: str
-    with_facts: bool
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The best answers to a question, and the accepted fact that they come from, if any."""
-
-    question: str  # as the model read it
-    answers: list[Answer]
-    fact: Fact | None
-
-
-@dataclass(frozen=True)
-class Correction:
-    """A correction that a client would like to try."""
-
-    question: str
-    target: str
-    paraphrases: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -78,7 +54,7 @@ class Service:
         self.editor = Looped(editor) if isinstance(editor, TrainableEditor) else editor
         self.proposals = Proposals(self.limits)
         self._worker = Worker(self.limits.queue)
-        self._asks = Handler(self._answer_all, ASKS_PER_BATCH)
+        self._asks = Handler(self._answer_all, ASKS_PER_BATCH, urgent=True)
         self._corrections = Handler(self._patch_all, PATCHES_PER_BATCH)
         self._tries = Handler(self._try_all, batch_size=1)
         try:
@@ -90,9 +66,8 @@ class Service:
     def _open(self, path: str | Path, scope: Scope) -> None:
         self._ledger = Ledger(path, self.model)  # SQLite connections belong to the thread that opens them
         self._ledger.scope = scope
-        self._control_answers = dict(
-            zip(self.questions.controls, self.model.predict(self.questions.controls, cut=True), strict=True)
-        )
+        self._answering = Answering(self.model, self._ledger)
+        self._trials = Trials(self.model, scope, self.questions, self._answering)
 
     def close(self) -> None:
         self._worker.close(lambda: self._ledger.close())
@@ -103,25 +78,16 @@ class Service:
         return self._worker.submit(self._asks, Ask(self.questions.spell(question), with_facts))
 
     def _answer_all(self, asks: list[Ask]) -> list[Answered | FactpatchError]:
-        problems = [_problem(lambda ask=ask: self.model.check_input(ask.question)) for ask in asks]
-        answered = iter(self._answers([ask for ask, wrong in zip(asks, problems, strict=True) if wrong is None]))
-        return [next(answered) if wrong is None else wrong for wrong in problems]
+        readable = self.model.encode_readable([ask.question for ask in asks])
+        answered = iter(self._answering.answer([ask for ask in asks if ask.question in readable]))
+        return [next(answered) if ask.question in readable else self._problem(ask.question) for ask in asks]
 
-    def _answers(self, asks: Sequence[Ask]) -> list[Answered]:
-        """Answers each question under the patch of the accepted fact that it is about, or with the unedited model."""
-        texts = [ask.question for ask in asks]
-        matched = self._ledger.match(texts) if texts else []
-        facts = [fact if ask.with_facts else None for ask, fact in zip(asks, matched, strict=True)]
-        plain = list(dict.fromkeys(text for text, fact in zip(texts, facts, strict=True) if fact is None))
-        unpatched = dict(zip(plain, best_answers(self.model, plain), strict=True))
-        edited_rows = {(text, fact.id): fact for text, fact in zip(texts, facts, strict=True) if fact is not None}
-        patches = [self._ledger.patch_of(fact) for fact in edited_rows.values()]
-        patched_answers = best_answers_patched(self.model, patches, [text for text, _ in edited_rows])
-        patched = dict(zip(edited_rows, patched_answers, strict=True))
-        return [
-            Answered(text, unpatched[text] if fact is None else patched[text, fact.id], fact)
-            for text, fact in zip(texts, facts, strict=True)
-        ]
+    def _problem(self, question: str) -> FactpatchError:
+        try:
+            self.model.check_input(question)
+        except FactpatchError as error:
+            return error
+        raise AssertionError("a readable question was refused")
 
     # Proposing
 
@@ -136,12 +102,17 @@ class Service:
 
     def _patch_all(self, corrections: list[Correction]) -> list[Patch | FactpatchError]:
         """Makes the patches of all corrections in one batch."""
-        checked = [self._resolve(correction) for correction in corrections]
+        refused = [self._refusal(correction) for correction in corrections]
+        wanted = [
+            FactEdit(one.question, one.target) for one, no in zip(corrections, refused, strict=True) if no is None
+        ]
+        resolved = iter(self.model.resolve_each(wanted))
+        checked = [no or next(resolved) for no in refused]
         edits = [edit for edit in checked if isinstance(edit, FactEdit)]
         patches = iter(self.editor.propose(self.model, edits) if edits else [])
         return [next(patches) if isinstance(edit, FactEdit) else edit for edit in checked]
 
-    def _resolve(self, correction: Correction) -> FactEdit | FactpatchError:
+    def _refusal(self, correction: Correction) -> FactpatchError | None:
         active = next((fact for fact in self._ledger.facts() if same(fact.x, correction.question)), None)
         if active is not None and same(active.target, correction.target):
             return InputError(f"this is accepted already, as fact {active.id}")
@@ -150,32 +121,15 @@ class Service:
         try:
             for text in correction.paraphrases:
                 self.model.check_input(text)
-            return self.model.resolve([FactEdit(correction.question, correction.target)])[0]
         except FactpatchError as error:
             return error
+        return None
 
     def _try_all(self, tries: list[tuple[Correction, Patch]]) -> list[Proposal]:
-        return [self._try(correction, patch) for correction, patch in tries]
-
-    def _try(self, correction: Correction, patch: Patch) -> Proposal:
-        """Tries a patch on its own questions and on the control questions."""
-        wordings = [correction.question, *correction.paraphrases]
-        controls = self.questions.controls_besides(wordings)
-        before = self._answers([Ask(text, with_facts=True) for text in wordings])
-        with edited(self.model.layers, stack_patches([patch], self.model.layers)):
-            after = best_answers(self.model, wordings)
-            control_answers = self.model.predict(controls, cut=True)
-        own, *others = [Comparison(now.question, now.answers, new) for now, new in zip(before, after, strict=True)]
-        scope = self._ledger.scope
-        assert scope is not None
-        in_scope = [number is not None for number in copy.copy(scope).index([wordings]).match(controls)]
-        sample = [
-            Control(text, self._control_answers[text], answer, inside)
-            for text, answer, inside in zip(controls, control_answers, in_scope, strict=True)
-        ]
-        proposal = Proposal(patch.edits[0], patch, own, others, sample)
-        self.proposals.put(proposal)
-        return proposal
+        tried = [self._trials.run(correction, patch) for correction, patch in tries]
+        for proposal in tried:
+            self.proposals.put(proposal)
+        return tried
 
     def accept(self, proposal_id: str, note: str = "") -> Future[Fact]:
         return self._worker.call(lambda: self._accept(proposal_id, note))
@@ -225,10 +179,11 @@ class Service:
         facts = self._ledger.facts()
         texts = {text: fact for fact in facts for text in (fact.x, *fact.paraphrases)}
         controls = self.questions.controls_besides(list(texts))
-        answered = self._answers([Ask(text, with_facts=True) for text in [*texts, *controls]])
+        remembering_nothing = Answering(self.model, self._ledger)
+        answered = remembering_nothing.answer([Ask(text, with_facts=True) for text in [*texts, *controls]])
         says = {found.question: found.answers[0].text for found in answered}
         wrong = {fact.id for text, fact in texts.items() if not same(says[text], fact.target)}
-        unchanged = sum(same(says[text], self._control_answers[text]) for text in controls)
+        unchanged = sum(same(says[text], self._trials.control_answers[text]) for text in controls)
         holding = [fact for fact in facts if fact.id not in wrong]
         return Check(holding, [fact for fact in facts if fact.id in wrong], len(controls), unchanged)
 
@@ -238,9 +193,10 @@ class Service:
         """All accepted facts in one patch file."""
         return self._worker.call(lambda: patch_file(self._merged()))
 
-    def merged_adapter(self) -> Future[bytes]:
+    def merged_adapter(self, rank: int | None = None) -> Future[bytes]:
         """All accepted facts as one zipped PEFT adapter."""
-        return self._worker.call(lambda: adapter_file(self._merged(), self.model))
+        check_rank(rank)
+        return self._worker.call(lambda: adapter_file(self._merged(), self.model, rank))
 
     def fact_patch(self, fact_id: int) -> Future[bytes]:
         def packed() -> bytes:
@@ -280,14 +236,6 @@ class _Precomputed(EditMethod):
 
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         return [self.patch]
-
-
-def _problem(check: Callable[[], object]) -> FactpatchError | None:
-    try:
-        check()
-    except FactpatchError as error:
-        return error
-    return None
 
 
 def _contains(fact: Fact, search: str) -> bool:

@@ -29,6 +29,7 @@ class Handler(Generic[Request, Result]):
 
     run: Callable[[list[Request]], Sequence[Result | FactpatchError]]
     batch_size: int
+    urgent: bool = False  # urgent requests get every second turn, so that they never wait for several slow ones
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class _Job:
 
 
 class Worker:
-    """Runs requests in one thread. Those that wait are grouped by handler, and the groups take turns."""
+    """Runs requests in one thread, the oldest first, together with others of its kind that wait."""
 
     def __init__(self, limit: int):
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -68,19 +69,20 @@ class Worker:
 
     def _loop(self) -> None:
         waiting: list[_Job] = []
-        while True:
+        was_urgent = closing = False
+        while waiting or not closing:
             arrived = self._arrived(block=not waiting)
+            closing = closing or None in arrived
             waiting += [job for job in arrived if job is not None]
-            handlers = dict.fromkeys(job.handler for job in waiting)
-            for handler in handlers:  # one group of each kind per round, so that no kind waits for all of another
-                group = [job for job in waiting if job.handler is handler][: handler.batch_size]
-                waiting = [job for job in waiting if job not in group]
-                _run(handler, [job for job in group if job.future.set_running_or_notify_cancel()])
-            if None in arrived:
-                for job in waiting:
-                    _run(job.handler, [job] if job.future.set_running_or_notify_cancel() else [])
-                self._last()
-                return
+            if not waiting:
+                continue
+            preferred = [job for job in waiting if job.handler.urgent != was_urgent]
+            handler = (preferred or waiting)[0].handler
+            was_urgent = handler.urgent
+            group = [job for job in waiting if job.handler is handler][: handler.batch_size]
+            waiting = [job for job in waiting if job not in group]
+            _run(handler, [job for job in group if job.future.set_running_or_notify_cancel()])
+        self._last()
 
     def _arrived(self, block: bool) -> list[_Job | None]:
         arrived = [self._queue.get()] if block else []
