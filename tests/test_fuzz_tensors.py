@@ -63,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, bert: TaskModel) -> Path:
     covariance.save(folder / "covariance")
     Scope.plain(bert, revisions(bert, 12)).save(folder / "scope")
     with Ledger(folder / "ledger", bert, covariance=covariance) as ledger:
-        ledger.add(create_method("finetune"), [edit])
+        ledger.add(create_method("finetune", lr=0.05), [edit])
         ledger.patch()
         ledger.store.db.execute("PRAGMA journal_mode = DELETE")  # one file
     save_checkpoint(folder / "checkpoint", 3, {"best": {"w": torch.zeros(2, 2)}}, {"step": 3, "metrics": [{"a": 1}]})

@@ -16,13 +16,22 @@ from factpatch import merging, refining
 from factpatch.covariance import Covariance
 from factpatch.deltas import Delta
 from factpatch.editors import EditMethod, Looped, TrainableEditor
-from factpatch.errors import FileError, InputError, MismatchError
+from factpatch.errors import InputError, MismatchError
 from factpatch.facts import FactEdit, normalize, same
+from factpatch.ledger_checks import (
+    check_rows,
+    check_totals,
+    check_units,
+    stored_covariance,
+    stored_others,
+    stored_ridge,
+    stored_settings,
+)
 from factpatch.ledger_store import Event, Fact, Status, Store
 from factpatch.ledger_sums import Totals, add_to_totals, choose_units, grid_rows, solve_rows, solve_totals
 from factpatch.merging import Mode, unpatched
 from factpatch.models import TaskModel
-from factpatch.patch import Patch, check_template, deltas_from
+from factpatch.patch import Patch, check_template
 from factpatch.scope import Scope, predict_scoped
 
 FEW = 16  # up to this many facts, the merge is solved from their rows, which may give small factors
@@ -96,15 +105,13 @@ class Ledger:
     def _checked_settings(self, wanted: Mapping[str, object]) -> dict[str, Any]:
         """The settings that the ledger was created with. Raises an error if they, or its model, are not as wanted."""
         path = self.store.path
-        if not self.meta:
-            raise FileError(f"{path} is a ledger without a model; create it again with factpatch ledger init")
+        found = stored_settings(self.store, self.meta)
         if self._model is not None and self.meta["base"] != self._model.fingerprint:
             check_template("the ledger", self.meta["base"], self._model.fingerprint)
             raise MismatchError(
                 f"the ledger {path} belongs to weights {self.meta['base'][:12]}, this model has "
                 f"{self._model.fingerprint[:12]}; load the model it was made for"
             )
-        found = {"refine": 0, **json.loads(self.meta["settings"])}
         for name, value in wanted.items():
             if value not in (None, found[name]):
                 raise MismatchError(
@@ -152,20 +159,21 @@ class Ledger:
 
     @cached_property
     def covariance(self) -> Covariance:
-        known = self.settings["covariance"]
-        moments = self.store.covariance()
-        return Covariance(self.meta["base"], known["sample"], known["count"], moments, known["readers"])
+        found = stored_covariance(self.store, self.meta["base"], self.settings)
+        found.check_fits(self.model)
+        return found
 
     @cached_property
     def units(self) -> dict[str, Tensor]:
         _, units = self.store.cached("units") or ([], {})
+        check_units(self.store, units, self.model, self.covariance)
         return units
 
     def ridge(self, facts: Sequence[Fact]) -> dict[str, float]:
         """λ of each weight: the ledger's setting, else the value learned by these facts' editors, else the default."""
         given = self.settings["ridge"]
         known = self.store.get_meta()
-        ridges = (json.loads(known.get(f"ridge of {fact.id}", "{}")) for fact in facts)
+        ridges = (stored_ridge(self.store, known.get(f"ridge of {fact.id}", "{}")) for fact in facts)
         learned = (merging.mean_ridge(ridges) if given is None else None) or {}
         return {name: learned.get(name, given or merging.RIDGE) for name in self.covariance.readers}
 
@@ -246,12 +254,13 @@ class Ledger:
             ids = sorted(fact.id for fact in facts)
             method = merging.merged_name(self.store.methods())
             cached_ids, cached = self.store.cached("merged") or (None, {})
-            deltas, totals = (deltas_from(cached), None) if cached_ids == ids else self._merge(facts)
+            deltas, totals = (self.store.deltas(cached), None) if cached_ids == ids else self._merge(facts)
         merged = Patch(deltas, self.meta["base"], method, tuple(fact.edit for fact in facts))
         if facts and self.settings["refine"]:
             if cached_ids == ids:
                 return replace(merged, method=method + refining.REFINED)
-            merged = refining.refine(self.model, merged, json.loads(self.meta["others"]), self.settings["refine"])
+            others = stored_others(self.store, self.meta["others"])
+            merged = refining.refine(self.model, merged, others, self.settings["refine"])
         if cached_ids != ids:
             self._keep(ids, merged, totals)
         return merged
@@ -265,20 +274,26 @@ class Ledger:
             ridge, mode = self.ridge(facts), self.mode
             return merging.merge(self.model, patches, covariance=self.covariance, ridge=ridge, mode=mode).deltas, None
         if len(facts) <= FEW:
-            rows = [self.store.rows(fact.id) for fact in facts]
+            rows = [self._rows(fact.id) for fact in facts]
             return solve_rows(self.model, rows, self.units, self.covariance, self.ridge(facts)), None
         totals = self._totals([fact.id for fact in facts])
         return solve_totals(self.model, totals, len(facts), self.units, self.covariance, self.ridge(facts)), totals
 
+    def _rows(self, fact_id: int) -> dict[str, Tensor]:
+        rows = self.store.rows(fact_id)
+        check_rows(self.store, rows, self.model, self.covariance)
+        return rows
+
     def _totals(self, ids: Sequence[int]) -> Totals:
         """The sums over facts. The cached sums are updated if few facts have been added or removed since."""
         before, totals = self.store.cached("totals") or ([], {})
+        check_totals(self.store, totals, self.model, self.covariance)
         gone, new = set(before) - set(ids), set(ids) - set(before)
         if len(gone) + len(new) > len(ids):
             totals, gone, new = {}, set(), set(ids)
         readers = self.covariance.readers
-        add_to_totals(totals, map(self.store.rows, sorted(gone)), readers, -1)
-        add_to_totals(totals, map(self.store.rows, sorted(new)), readers, 1)
+        add_to_totals(totals, map(self._rows, sorted(gone)), readers, -1)
+        add_to_totals(totals, map(self._rows, sorted(new)), readers, 1)
         return totals
 
     def _keep(self, ids: list[int], merged: Patch, totals: Totals | None) -> None:

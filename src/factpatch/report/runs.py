@@ -199,8 +199,9 @@ def _read_details(path: Path) -> Details | None:
         return None
     try:
         found = defaultdict(lambda: np.zeros(0), load_file(path))
-        if wrong := [name for name, array in found.items() if array.ndim != 1 + (name == "sketches" and array.size > 0)]:
-            raise ValueError(f"{wrong[0]} has {found[wrong[0]].ndim} dimensions")
+        for name, array in found.items():
+            if array.ndim != (2 if name == "sketches" and array.size else 1):
+                raise ValueError(f"{name} has {array.ndim} dimensions")
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
         weights, edits, sample = (json.loads(metadata.get(name, "[]")) for name in ("weights", "edits", "scored"))
