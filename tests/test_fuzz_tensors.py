@@ -37,7 +37,7 @@ from factpatch.facts import FactEdit
 from factpatch.ledger import Ledger
 from factpatch.ledger_store import pack
 from factpatch.merging import merge
-from factpatch.models import TaskModel
+from factpatch.models import HELD_OUT, Causal, TaskModel, load_model
 from factpatch.patch import Patch, checksum
 from factpatch.scope import Scope
 from factpatch.training.checkpoint import load_checkpoint, save_checkpoint
@@ -140,6 +140,35 @@ def test_checkpoints(part: int, whole: Path, file: str, damage: Any, state: str 
         if state is not None:
             (newest / "state.json").write_text(state, errors="surrogatepass")
         load_checkpoint(folder / "checkpoint")
+
+
+# Models
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, bert: TaskModel) -> Path:
+    """A classifier and a decoder, with everything that factpatch writes into their folders."""
+    place = tmp_path_factory.mktemp("models")
+    bert.save(place / "classifier")
+    (place / "classifier" / HELD_OUT).write_text('{"ids": ["1"]}')
+    decoder = tiny.build("gpt2-lm", n_embd=8, n_layer=1, n_head=2)
+    assert isinstance(decoder, Causal)
+    decoder.set_template("{} =", 4)
+    decoder.save(place / "decoder")
+    return place
+
+
+@fuzzed(name=st.sampled_from(["classifier", "decoder"]), number=OURS, other=OURS, new=VALUES, damage=damages())
+def test_models(part: int, folders: Path, name: str, number: int, other: int, new: Any, damage: Any) -> None:
+    with only_our_errors() as folder:
+        shutil.copytree(folders / name, folder / "model")
+        files = sorted((folder / "model").iterdir())
+        path = files[number % len(files)]
+        if path.suffix == ".json" and other % 3:
+            path.write_text(json.dumps(changed(json.loads(path.read_text()), other, new)))
+        else:
+            path.write_bytes(damage(path.read_bytes()))
+        load_model(folder / "model", "cpu").predict(QUESTIONS[:2])
 
 
 # Scopes and covariances
