@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,6 +154,21 @@ def test_damaged_lines_of_a_part_are_written_again(tmp_path: Path) -> None:
         again.write([f'{{"id": "{i + 1}"}}' for i in range(again.done, 3)])
         again.finish()
         assert path.read_text() == '{"id": "1"}\n{"id": "2"}\n{"id": "3"}\n'
+
+
+def test_a_full_disk_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is closed when the object is deleted; a second error there would be printed with a traceback."""
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    lines = ResumableLines(tmp_path / "out", {}, 1)
+    full = open("/dev/full", "wb")  # noqa: SIM115 (closed by the object under test)
+    os.dup2(full.fileno(), lines._file.fileno())
+    with pytest.raises(FileError, match="No space left"):
+        lines.write(["{}"])
+    full.close()
+    del lines
+    gc.collect()
+    assert not ignored
 
 
 @pytest.mark.parametrize("damaged", [b"\x80", b"\0", b"x", b"nan", b"-1", b"inf", b""])

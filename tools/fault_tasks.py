@@ -43,18 +43,15 @@ def tasks(given: Path) -> list[Task]:
     merge: list[object] = ["patch", "merge", *patches, *on_world, "--max-others", 200]
     apply: list[object] = ["patch", "apply", given / "merged.safetensors", *on_world, "--force"]
     adapter: list[object] = ["patch", "export", given / "merged.safetensors", *on_world, "--max-others", 20]
+    edit: list[object] = ["edit", *edited, "--input", "What is the capital of Burundi?", "--target", "Gitega"]
     scope: list[object] = ["scope", "train", "--model", given / "checker", "--data", given / "revisions.jsonl"]
-    lines = ["summary.json", "edits.jsonl"]
-    assert lines
     return [
         Task("fit", lambda out: [[*fit, "--output", out / "run"]], ("base", "claims.jsonl"), True),
         Task("train", lambda out: [[*train, "--output", out / "run"]], ("checker", "revisions.jsonl"), True),
         Task("revise", lambda out: [[*revise, "--output", out / "out.jsonl"]], ("questions.jsonl",)),
         Task(
             "paraphrase",
-            lambda out: [
-                ["paraphrase", "--data", given / "claims.jsonl", *translators, "--output", out / "out.jsonl"]
-            ],
+            lambda out: [["paraphrase", "--data", given / "claims.jsonl", *translators, "--output", out / "out.jsonl"]],
             ("claims.jsonl", "there", "back"),
         ),
         Task("evaluate", lambda out: [[*evaluate, "--output", out / "results"]]),
@@ -62,7 +59,7 @@ def tasks(given: Path) -> list[Task]:
         Task("merge", lambda out: [[*merge, "--output", out / "merged.safetensors"]], ("patches",)),
         Task("apply", lambda out: [[*apply, "--output", out / "model"]], ("merged.safetensors",)),
         Task("adapter", lambda out: [[*adapter, "--output", out / "lora"]], ("merged.safetensors",)),
-        Task("edit", lambda out: [["edit", *edited, "--facts", given / "facts.jsonl", "--save", out / "new"]]),
+        Task("edit", lambda out: [[*edit, "--save", out / "patch.safetensors"]]),
         Task("ledger", lambda out: ledger(out, on_world, edited, given), ("facts.jsonl",)),
         Task("scope", lambda out: [[*scope, "--steps", 30, "--output", out / "scope"]], ("checker", "revisions.jsonl")),
         Task("split", lambda out: [split(given, out)], ("claims.jsonl",)),

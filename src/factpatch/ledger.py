@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from factpatch.deltas import Delta
 from factpatch.editors import EditMethod, Looped, TrainableEditor
 from factpatch.errors import InputError, MismatchError
 from factpatch.facts import FactEdit, normalize, same
+from factpatch.files import new_file
 from factpatch.ledger_checks import (
     check_rows,
     check_totals,
@@ -89,11 +91,14 @@ class Ledger:
         create = others is not None or covariance is not None
         if create and refine and not others:
             raise InputError("a ledger that refines its patch needs others: inputs whose answers should not change")
-        if create and not Path(path).exists():  # before the file is created, because this may fail
-            covariance = self._prepare(covariance, others)
+        if create and not Path(path).exists():
+            found = self._prepare(covariance, others)
+            with new_file(path) as scratch, closing(Store(scratch, create)) as self.store:
+                self._initialise(found, others, ridge, mode or "unedited", refine or 0)
+                self.store.settle()
         self.store = Store(path, create)
         try:
-            if create and not self.store.get_meta():
+            if create and not self.store.get_meta():  # an empty file
                 self._initialise(self._prepare(covariance, others), others, ridge, mode or "unedited", refine or 0)
             self.meta = self.store.get_meta()
             self.settings = self._checked_settings({"ridge": ridge, "mode": mode, "refine": refine})
@@ -213,6 +218,9 @@ class Ledger:
             for patch, rows in made:
                 (edit,) = patch.edits
                 before = self.store.active_like(edit.x)
+                if before is not None and same(self.fact(before).target, edit.a):
+                    ids.append(before)  # another process has added the same fact meanwhile
+                    continue
                 if before is not None:
                     self.store.retire(before, "replaced", f"replaced by {edit.a!r}")
                 ids.append(self.store.insert(edit, (paraphrases or {}).get(edit.x, ()), note, patch, rows))

@@ -122,6 +122,11 @@ class Store:
     def close(self) -> None:
         self.db.close()
 
+    def settle(self) -> None:
+        """Moves everything from the log beside the file into the file. Closing would do so too, but hide an error."""
+        with self.readable():
+            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     @contextmanager
     def readable(self) -> Iterator[None]:
         """Turns SQLite's errors into FileErrors."""
@@ -133,6 +138,8 @@ class Store:
                 raise FileError(f"{self.path} is in use by another process; try again when it is done") from error
             if "unable to open" in reason or "readonly" in reason:
                 raise FileError(f"cannot open {self.path}: {reason}; check the path and its permissions") from error
+            if "full" in reason or "I/O" in reason:
+                raise FileError(f"cannot write {self.path}: {reason}; free some space, then try again") from error
             raise FileError(f"{self.path} is damaged or not a ledger ({reason}); restore it from a copy") from error
 
     @contextmanager

@@ -56,7 +56,7 @@ class ResumableLines:
         with as_file_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._locked()
-            finalize(self, self._file.close)  # a run that fails releases the lock
+            finalize(self, _close, self._file)  # a run that fails releases the lock
             self.done = self._resume(run.encode() + b"\n")
             self._begin = time.perf_counter() - (self._seconds_before() if self.done else 0.0)
 
@@ -67,7 +67,7 @@ class ResumableLines:
         """Opens and locks the part file. The system releases the lock when the process ends, however it ends."""
         key = self.part.absolute()
         if (older := self._open.get(key)) is not None:
-            older._file.close()
+            _close(older._file)
         while True:
             file = open(self.part, "ab", opener=_without_links)  # noqa: SIM115 (stays open)
             try:
@@ -162,6 +162,12 @@ class ResumableLines:
             self.part.unlink(missing_ok=True)
             self._time.unlink(missing_ok=True)
         self._file.close()
+
+
+def _close(file: BinaryIO) -> None:
+    """Closes a file. What could not be written, because the disk is full, has been reported before."""
+    with suppress(OSError):
+        file.close()
 
 
 def _chained(before: bytes, line: bytes) -> bytes:
