@@ -16,9 +16,9 @@ test: $(VENV)/.ready-dev
 	@echo "test: running the GPU kernels in Triton's interpreter"
 	@TRITON_INTERPRET=1 $(BIN)/pytest tests/test_kernels.py || [ $$? -eq 5 ] # no tests are found on systems without Triton
 
-# Reads 100,000 random and damaged files: only the package's own errors may come out.
+# Reads 100,000 random and damaged files: only the package's own errors may come out. Takes about half an hour.
 fuzz: $(VENV)/.ready-dev
-	FACTPATCH_FUZZ=100000 $(BIN)/pytest tests/test_fuzz.py
+	FACTPATCH_FUZZ=100000 $(BIN)/pytest -n 2 tests/test_fuzz.py tests/test_fuzz_tensors.py
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check src tests tools docs

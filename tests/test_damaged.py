@@ -22,7 +22,7 @@ from training_runs import QUICK_FIT
 
 from factpatch import jsonl
 from factpatch.editors import load_editor
-from factpatch.errors import FactpatchError, FileError, InputError, MismatchError
+from factpatch.errors import FactpatchError, FileError, InputError, MismatchError, ModelError
 from factpatch.facts import FactEdit
 from factpatch.merging import scaled_patch
 from factpatch.models import TaskModel, load_model
@@ -296,6 +296,16 @@ def test_models_with_damaged_settings(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         for case in damaged_json(tmp_path / "model" / name):
             use_model(tmp_path / "model", f"{name} {case}")
+
+
+def test_a_token_without_an_embedding(tmp_path: Path) -> None:
+    tiny.build("bert").save(tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    found = json.loads(path.read_text())
+    found["model"]["vocab"]["paris"] = 1000
+    path.write_text(json.dumps(found))
+    with pytest.raises(ModelError, match="a token 1000"):
+        load_model(tmp_path / "model", "cpu")
 
 
 def use_model(folder: Path, case: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,7 +130,54 @@ def test_a_part_that_was_cut_inside_its_first_line(tmp_path: Path) -> None:
     lines = ResumableLines(path, {"s": "A"}, 1)
     assert lines.done == 0
     lines.write(["1"])
-    assert lines.part.read_bytes() == content + b"1\n"
+    assert lines.part.read_bytes().startswith(content)
+    assert list(lines.lines()) == ["1"]
+
+
+def test_damaged_lines_of_a_part_are_written_again(tmp_path: Path) -> None:
+    """A line that was changed, moved or removed by hand is not part of the result."""
+    path = tmp_path / "out.jsonl"
+    for damage in (
+        lambda run, a, b, c: [run, b, a, c],
+        lambda run, a, b, c: [run, a, c],
+        lambda run, a, b, c: [run, a, b.replace(b'"2"', b'"7"'), c],
+        lambda run, a, b, c: [run, a, a, c],
+        lambda run, a, b, c: [run, b"\n", a, b, c],
+    ):
+        lines = ResumableLines(path, {}, 1)
+        lines.keep(0)
+        lines.write(['{"id": "1"}', '{"id": "2"}', '{"id": "3"}'])
+        lines.part.write_bytes(b"".join(damage(*lines.part.read_bytes().splitlines(keepends=True))))
+        again = ResumableLines(path, {}, 1)
+        assert list(again.lines()) == [f'{{"id": "{i + 1}"}}' for i in range(again.done)]
+        assert again.done < 2
+        again.write([f'{{"id": "{i + 1}"}}' for i in range(again.done, 3)])
+        again.finish()
+        assert path.read_text() == '{"id": "1"}\n{"id": "2"}\n{"id": "3"}\n'
+
+
+def test_a_full_disk_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is closed when the object is deleted; a second error there would be printed with a traceback."""
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    lines = ResumableLines(tmp_path / "out", {}, 1)
+    full = open("/dev/full", "wb")  # noqa: SIM115 (closed by the object under test)
+    os.dup2(full.fileno(), lines._file.fileno())
+    with pytest.raises(FileError, match="No space left"):
+        lines.write(["{}"])
+    full.close()
+    del lines
+    gc.collect()
+    assert not ignored
+
+
+@pytest.mark.parametrize("damaged", [b"\x80", b"\0", b"x", b"nan", b"-1", b"inf", b""])
+def test_a_damaged_time_counts_as_none(tmp_path: Path, damaged: bytes) -> None:
+    ResumableLines(tmp_path / "out", {}, 1).write(["{}"])
+    (tmp_path / ".out.part.seconds").write_bytes(damaged)
+    lines = ResumableLines(tmp_path / "out", {}, 1)
+    assert lines.done == 1
+    assert 0 <= lines.seconds() < 1000
 
 
 def test_a_move_that_fails_half_way_says_what_was_replaced(tmp_path: Path) -> None:

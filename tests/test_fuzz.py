@@ -1,4 +1,4 @@
-"""Fuzzing: whatever a file contains, its reader returns or raises one of our own errors.
+"""Fuzzing of data, settings and results: whatever a file contains, its reader returns or raises one of our own errors.
 
 `make fuzz` tries 100,000 files; a usual test run only a few hundred.
 """
@@ -7,65 +7,26 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import tempfile
+import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-import torch
-from conftest import loud_editor
+from fuzzing import DEEP, JSON, OURS, TENSORS, VALUES, changed, damages, fuzzed, only_our_errors, st, write_changed
+from results import plausible_curve, write_evaluation, write_training
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from factpatch.data.records import read_records
 from factpatch.data.revisions import read_revisions
-from factpatch.editors import load_editor
-from factpatch.errors import FactpatchError
 from factpatch.evaluation.summary import Summary
-from factpatch.facts import FactEdit, read_edits
-from factpatch.patch import Patch
+from factpatch.facts import read_edits
+from factpatch.report import contests, list_figures, main_table, read_runs, terminal_table, write_figures, write_tables
+from factpatch.resumable import ResumableLines
 from factpatch.training.config import resolve_config
 
-hypothesis = pytest.importorskip("hypothesis")
-st = hypothesis.strategies
-READERS = 7
-EXAMPLES = int(os.environ.get("FACTPATCH_FUZZ", "350")) // READERS
-fuzzed = hypothesis.settings(
-    max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
-)
-
-KEYS = """id input target prediction output answer meta alternatives rephrases human_rephrases answers neighbours
-subject provenance model data settings requested_rewrite prompt target_new target_true str case_id template_questions
-version task method result intervals success edits curve kind base editor weights checksum width""".split()
-TEXTS = st.text(max_size=8) | st.sampled_from(["", "a", "\ud800", "\x00", "NOT ENOUGH INFO", "hyper", "classify"])
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS) | TEXTS, inner, max_size=6),
-    max_leaves=12,
-)
 LINES = st.lists(VALUES.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=20), max_size=5)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a patch and an editor, which are damaged in many ways."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    model = tiny.build("bert")
-    loud_editor(model).save(folder / "editor")
-    edit = FactEdit("x", "a", "y")
-    loud_editor(model).propose(model, [FactEdit("what is paris", "LABEL_0", "LABEL_1")])[0].save(folder / "whole")
-    Patch({}, model.fingerprint, "stub", (edit,)).save(folder / "small")
-    return folder
-
-
-def tried(read: Callable[[Path], Any], content: bytes, suffix: str = ".jsonl") -> None:
-    """Reads a file with this content. Any error that is not ours fails the test."""
-    with tempfile.TemporaryDirectory() as folder, suppress(FactpatchError):
-        path = Path(folder) / f"file{suffix}"
-        path.write_bytes(content)
-        read(path)
 
 
 @pytest.mark.parametrize(
@@ -73,46 +34,92 @@ def tried(read: Callable[[Path], Any], content: bytes, suffix: str = ".jsonl") -
     [read_edits, lambda path: list(read_records(path)), lambda path: list(read_revisions(path))],
     ids=["edits", "records", "revisions"],
 )
-@fuzzed
-@hypothesis.given(lines=LINES, packed=st.booleans())
-def test_lines(read: Callable[[Path], Any], lines: list[bytes], packed: bool) -> None:
+@fuzzed(lines=LINES, packed=st.booleans(), damage=st.none() | damages())
+def test_lines(part: int, read: Callable[[Path], Any], lines: list[bytes], packed: bool, damage: Any) -> None:
     content = b"\n".join(lines)
-    tried(read, gzip.compress(content) if packed else content, ".jsonl.gz" if packed else ".jsonl")
+    content = gzip.compress(content) if packed else content
+    with only_our_errors() as folder:
+        path = folder / ("file.jsonl.gz" if packed else "file.jsonl")
+        path.write_bytes(damage(content) if damage else content)
+        read(path)
 
 
-@fuzzed
-@hypothesis.given(data=st.data())
-def test_patches(place: Path, data: Any) -> None:
-    content = bytearray((place / data.draw(st.sampled_from(["whole", "small"]))).read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, min(len(content), 4000)))
-        content[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
-    tried(Patch.load, bytes(content))
-
-
-@fuzzed
-@hypothesis.given(changes=st.dictionaries(st.sampled_from(["kind", "base", "editor", "weights", "checksum"]), VALUES))
-def test_editors(place: Path, changes: dict[str, Any]) -> None:
-    whole = (place / "editor" / "config.json").read_text()
-    try:
-        (place / "editor" / "config.json").write_text(json.dumps({**json.loads(whole), "checksum": None, **changes}))
-        with suppress(FactpatchError):
-            load_editor(place / "editor", torch.device("cpu"))
-    finally:
-        (place / "editor" / "config.json").write_text(whole)
-
-
-@fuzzed
-@hypothesis.given(values=VALUES, whole=st.booleans())
-def test_results(values: Any, whole: bool) -> None:
-    known = {"version": 1, "task": "classify", "method": "hyper", "result": values} if whole else values
-    with tempfile.TemporaryDirectory() as folder, suppress(FactpatchError):
-        (Path(folder) / "summary.json").write_text(json.dumps(known))
-        Summary.read(Path(folder))
-
-
-@fuzzed
-@hypothesis.given(lines=st.lists(st.sampled_from(["steps", "lr", "editor.width", "x"]), max_size=4), value=VALUES)
-def test_configs(lines: list[str], value: Any) -> None:
+@fuzzed(lines=st.lists(st.sampled_from(["steps", "lr", "editor.width", "x"]), max_size=4), value=VALUES)
+def test_configs(part: int, lines: list[str], value: Any) -> None:
     text = "\n".join(f"{key} = {json.dumps(value)}" for key in lines).encode(errors="surrogatepass")
-    tried(lambda path: resolve_config(None, path, [f"{key}={value}" for key in lines], {}), text, ".toml")
+    with only_our_errors() as folder:
+        (folder / "file.toml").write_bytes(text)
+        resolve_config(None, folder / "file.toml", [f"{key}={value}" for key in lines], {})
+
+
+@fuzzed(lines=st.lists(st.binary(max_size=30)), cut=st.floats(0, 1))
+def test_part_files(part: int, lines: list[bytes], cut: float) -> None:
+    """A part file with other content is replaced or resumed; the finished file has only complete lines."""
+    with only_our_errors() as folder:
+        first = ResumableLines(folder / "out", {}, 1)
+        first.write(["{}"])
+        content = (folder / ".out.part").read_bytes()
+        (folder / ".out.part").write_bytes(content[: int(cut * len(content) * 2)] + b"\n".join(lines))
+        (folder / ".out.part.seconds").write_bytes(lines[0] if lines else b"")
+        again = ResumableLines(folder / "out", {}, 1)
+        again.write(["{}"])
+        again.finish()
+        assert (folder / "out").read_bytes() == b"{}\n" * (again.done + 1)
+
+
+# Results
+
+
+@fuzzed(value=JSON, whole=st.booleans())
+def test_results(part: int, value: str, whole: bool) -> None:
+    known = f'{{"version": 1, "task": "classify", "method": "hyper", "result": {value}}}' if whole else value
+    with only_our_errors() as folder:
+        (folder / "summary.json").write_text(known, errors="surrogatepass")
+        Summary.read(folder)
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Result folders as `report` reads them."""
+    folder = tmp_path_factory.mktemp("reported")
+    write_evaluation(folder / "one", result={"curve": plausible_curve()}, together=[1, 16])
+    write_evaluation(folder / "two", method="finetune")
+    write_training(folder / "training", 4)
+    return folder
+
+
+def report(runs: Path, output: Path, draw: bool) -> None:
+    evaluations, trainings = read_runs(sorted(runs.iterdir()))
+    table, compared = main_table(evaluations), contests(evaluations, 0)
+    terminal_table(table)
+    write_tables(table, evaluations, compared, output)
+    figures = list_figures(evaluations, trainings, compared)
+    write_figures(figures if draw else {}, output)
+
+
+FILES = ["one/summary.json", "one/examples.json", "training/metrics.jsonl", "training/config.json"]
+
+
+@fuzzed(file=st.sampled_from(FILES), number=OURS, new=VALUES, text=st.none() | DEEP, draw=OURS)
+def test_reports(part: int, reported: Path, file: str, number: int, new: Any, text: str | None, draw: int) -> None:
+    with only_our_errors() as folder:
+        shutil.copytree(reported, folder / "runs")
+        path = folder / "runs" / file
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if file.endswith("l") else None
+        found = changed(json.loads(path.read_text()) if lines is None else lines, number, new)
+        written = [found] if lines is None or not isinstance(found, list) else found
+        path.write_text(text or "\n".join(map(json.dumps, written)))
+        report(folder / "runs", folder / "report", draw % 100 == 77)
+
+
+@fuzzed(number=OURS, new=st.none() | TENSORS | JSON, damage=st.none() | damages(), draw=OURS)
+def test_details(part: int, reported: Path, number: int, new: Any, damage: Any, draw: int) -> None:
+    with only_our_errors() as folder:
+        shutil.copytree(reported, folder / "runs")
+        path = folder / "runs" / "one" / "details.safetensors"
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        write_changed(path, load_file(path), metadata, number, new)
+        if damage:
+            path.write_bytes(damage(path.read_bytes()))
+        report(folder / "runs", folder / "report", draw % 100 == 77)

@@ -28,6 +28,7 @@ FLOORS = [
     {"merging"},
     {"refining"},
     {"ledger_store", "ledger_sums"},
+    {"ledger_checks"},
     {"ledger"},
     {"metrics"},
     {"evaluation"},

@@ -23,6 +23,7 @@ from factpatch.editors import EditMethod
 from factpatch.errors import FactpatchError, FileError, InputError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.ledger import Ledger
+from factpatch.ledger_store import Store
 from factpatch.merging import MODES, Mode, merge
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, weight_shape
@@ -317,3 +318,40 @@ def test_only_recently_used_patches_stay_in_memory(
     for fact in [*facts, *facts]:
         assert ledger.patch_of(fact) == ledger.store.patch(fact, model.fingerprint)
         assert len(ledger._patches) <= 2
+
+
+# Faults
+
+
+def test_a_ledger_is_created_whole_or_not_at_all(
+    tmp_path: Path, model: TaskModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "put_covariance", full)
+        with pytest.raises(FileError, match="free some space"):
+            Ledger(tmp_path / "facts.db", model, OTHERS)
+        assert not list(tmp_path.iterdir())
+        patched.undo()
+        patched.setattr(Store, "settle", full)  # the file is written, but still lacks what its log contains
+        with pytest.raises(sqlite3.OperationalError):
+            Ledger(tmp_path / "facts.db", model, OTHERS)
+        assert not list(tmp_path.iterdir())
+    Ledger(tmp_path / "facts.db", model, OTHERS).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["facts.db"]
+
+
+def test_two_processes_add_the_same_fact(tmp_path: Path, model: TaskModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit = edit_to_other(model, INPUTS[0])
+    with Ledger(tmp_path / "facts.db", model, OTHERS) as ours, Ledger(tmp_path / "facts.db", model) as theirs:
+        propose = ours._propose
+
+        def late(*given: Any) -> Any:
+            theirs.add(Guess(), [edit])
+            return propose(*given)
+
+        monkeypatch.setattr(ours, "_propose", late)
+        (fact,) = ours.add(Guess(), [edit])
+        assert [one.id for one in ours.facts(None)] == [fact.id]

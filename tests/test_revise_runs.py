@@ -197,7 +197,7 @@ def leave_a_part(checker: TaskModel, source: Path, output: Path, monkeypatch: py
         with pytest.raises(RuntimeError):
             revise(checker, source, output)
     part = output.with_name(f".{output.name}.part")
-    assert len(read_lines(part)) == 1 + 6  # after the line that describes the run
+    assert lines_of(part) == 1 + 6  # after the line that describes the run
     return part
 
 

@@ -169,6 +169,11 @@ class Covariance:
                 f"the covariance was computed for weights {self.base[:12]}, this model has {model.fingerprint[:12]}; "
                 "compute it again for this model"
             )
+        for name, key in self.readers.items():
+            width = weight_shape(model.layers[name])[1] if name in model.layers else None
+            C = self.moments[key]
+            if C.shape != (width, width) or C.dtype not in (torch.float32, torch.float64) or not C.isfinite().all():
+                raise FileError(f"the covariance of {name} is damaged: it is not a matrix of its inputs")
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file."""
@@ -181,12 +186,17 @@ class Covariance:
     def load(cls, path: str | Path) -> Covariance:
         metadata, moments = read_safetensors(path, "covariance", FORMAT)
         try:
-            readers = json.loads(metadata["readers"])
-            if not set(readers.values()) <= moments.keys() or not all(C.isfinite().all() for C in moments.values()):
-                raise ValueError("it lacks weights or holds values that are not finite")
+            readers = checked_readers(json.loads(metadata["readers"]), moments)
             return cls(metadata["base"], metadata["sample"], int(metadata["count"]), moments, readers)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, RecursionError) as error:
             raise FileError(f"{path} is not a readable covariance file ({error}); compute it again") from error
+
+
+def checked_readers(found: Any, moments: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns `found` if it maps names of weights to keys of `moments`. Otherwise a ValueError says why not."""
+    if not isinstance(found, dict) or not all(isinstance(key, str) and key in moments for key in found.values()):
+        raise ValueError("it lacks the moments of some weights")
+    return found
 
 
 def sample_hash(texts: Iterable[str]) -> str:

@@ -40,6 +40,22 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
+def new_file(path: str | Path) -> Iterator[Path]:
+    """Yields a scratch path beside `path`; the file written there becomes `path`, unless that exists by then."""
+    path = checked_target(path)
+    with as_file_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=_scratch_prefix(path)))
+        try:
+            yield scratch / path.name
+            _sync(scratch / path.name)
+            with suppress(FileExistsError):
+                os.link(scratch / path.name, path)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yields a scratch folder beside `path` that is moved to `path` when the block ends without error.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +17,23 @@ from factpatch import merging, refining
 from factpatch.covariance import Covariance
 from factpatch.deltas import Delta
 from factpatch.editors import EditMethod, Looped, TrainableEditor
-from factpatch.errors import FileError, InputError, MismatchError
+from factpatch.errors import InputError, MismatchError
 from factpatch.facts import FactEdit, normalize, same
+from factpatch.files import new_file
+from factpatch.ledger_checks import (
+    check_rows,
+    check_totals,
+    check_units,
+    stored_covariance,
+    stored_others,
+    stored_ridge,
+    stored_settings,
+)
 from factpatch.ledger_store import Event, Fact, Status, Store
 from factpatch.ledger_sums import Totals, add_to_totals, choose_units, grid_rows, solve_rows, solve_totals
 from factpatch.merging import Mode, unpatched
 from factpatch.models import TaskModel
-from factpatch.patch import Patch, check_template, deltas_from
+from factpatch.patch import Patch, check_template
 from factpatch.scope import Scope, predict_scoped
 
 FEW = 16  # up to this many facts, the merge is solved from their rows, which may give small factors
@@ -80,11 +91,14 @@ class Ledger:
         create = others is not None or covariance is not None
         if create and refine and not others:
             raise InputError("a ledger that refines its patch needs others: inputs whose answers should not change")
-        if create and not Path(path).exists():  # before the file is created, because this may fail
-            covariance = self._prepare(covariance, others)
+        if create and not Path(path).exists():
+            found = self._prepare(covariance, others)
+            with new_file(path) as scratch, closing(Store(scratch, create)) as self.store:
+                self._initialise(found, others, ridge, mode or "unedited", refine or 0)
+                self.store.settle()
         self.store = Store(path, create)
         try:
-            if create and not self.store.get_meta():
+            if create and not self.store.get_meta():  # an empty file
                 self._initialise(self._prepare(covariance, others), others, ridge, mode or "unedited", refine or 0)
             self.meta = self.store.get_meta()
             self.settings = self._checked_settings({"ridge": ridge, "mode": mode, "refine": refine})
@@ -96,15 +110,13 @@ class Ledger:
     def _checked_settings(self, wanted: Mapping[str, object]) -> dict[str, Any]:
         """The settings that the ledger was created with. Raises an error if they, or its model, are not as wanted."""
         path = self.store.path
-        if not self.meta:
-            raise FileError(f"{path} is a ledger without a model; create it again with factpatch ledger init")
+        found = stored_settings(self.store, self.meta)
         if self._model is not None and self.meta["base"] != self._model.fingerprint:
             check_template("the ledger", self.meta["base"], self._model.fingerprint)
             raise MismatchError(
                 f"the ledger {path} belongs to weights {self.meta['base'][:12]}, this model has "
                 f"{self._model.fingerprint[:12]}; load the model it was made for"
             )
-        found = {"refine": 0, **json.loads(self.meta["settings"])}
         for name, value in wanted.items():
             if value not in (None, found[name]):
                 raise MismatchError(
@@ -152,20 +164,21 @@ class Ledger:
 
     @cached_property
     def covariance(self) -> Covariance:
-        known = self.settings["covariance"]
-        moments = self.store.covariance()
-        return Covariance(self.meta["base"], known["sample"], known["count"], moments, known["readers"])
+        found = stored_covariance(self.store, self.meta["base"], self.settings)
+        found.check_fits(self.model)
+        return found
 
     @cached_property
     def units(self) -> dict[str, Tensor]:
         _, units = self.store.cached("units") or ([], {})
+        check_units(self.store, units, self.model, self.covariance)
         return units
 
     def ridge(self, facts: Sequence[Fact]) -> dict[str, float]:
         """λ of each weight: the ledger's setting, else the value learned by these facts' editors, else the default."""
         given = self.settings["ridge"]
         known = self.store.get_meta()
-        ridges = (json.loads(known.get(f"ridge of {fact.id}", "{}")) for fact in facts)
+        ridges = (stored_ridge(self.store, known.get(f"ridge of {fact.id}", "{}")) for fact in facts)
         learned = (merging.mean_ridge(ridges) if given is None else None) or {}
         return {name: learned.get(name, given or merging.RIDGE) for name in self.covariance.readers}
 
@@ -205,6 +218,9 @@ class Ledger:
             for patch, rows in made:
                 (edit,) = patch.edits
                 before = self.store.active_like(edit.x)
+                if before is not None and same(self.fact(before).target, edit.a):
+                    ids.append(before)  # another process has added the same fact meanwhile
+                    continue
                 if before is not None:
                     self.store.retire(before, "replaced", f"replaced by {edit.a!r}")
                 ids.append(self.store.insert(edit, (paraphrases or {}).get(edit.x, ()), note, patch, rows))
@@ -249,11 +265,11 @@ class Ledger:
             cached_ids, cached = self.store.cached("merged") or (None, {})
             if cached_ids == ids:
                 method += refining.REFINED if steps else ""
-                return Patch(deltas_from(cached), self.meta["base"], method, edits)
+                return Patch(self.store.deltas(cached), self.meta["base"], method, edits)
             deltas, totals = self._merge(facts)
         merged = Patch(deltas, self.meta["base"], method, edits)
         if steps:
-            merged = refining.refine(self.model, merged, json.loads(self.meta["others"]), steps)
+            merged = refining.refine(self.model, merged, stored_others(self.store, self.meta["others"]), steps)
         self._keep(ids, merged, totals)
         return merged
 
@@ -266,20 +282,26 @@ class Ledger:
             ridge, mode = self.ridge(facts), self.mode
             return merging.merge(self.model, patches, covariance=self.covariance, ridge=ridge, mode=mode).deltas, None
         if len(facts) <= FEW:
-            rows = [self.store.rows(fact.id) for fact in facts]
+            rows = [self._rows(fact.id) for fact in facts]
             return solve_rows(self.model, rows, self.units, self.covariance, self.ridge(facts)), None
         totals = self._totals([fact.id for fact in facts])
         return solve_totals(self.model, totals, len(facts), self.units, self.covariance, self.ridge(facts)), totals
 
+    def _rows(self, fact_id: int) -> dict[str, Tensor]:
+        rows = self.store.rows(fact_id)
+        check_rows(self.store, rows, self.model, self.covariance)
+        return rows
+
     def _totals(self, ids: Sequence[int]) -> Totals:
         """The sums over facts. The cached sums are updated if few facts have been added or removed since."""
         before, totals = self.store.cached("totals") or ([], {})
+        check_totals(self.store, totals, self.model, self.covariance)
         gone, new = set(before) - set(ids), set(ids) - set(before)
         if len(gone) + len(new) > len(ids):
             totals, gone, new = {}, set(), set(ids)
         readers = self.covariance.readers
-        add_to_totals(totals, map(self.store.rows, sorted(gone)), readers, -1)
-        add_to_totals(totals, map(self.store.rows, sorted(new)), readers, 1)
+        add_to_totals(totals, map(self._rows, sorted(gone)), readers, -1)
+        add_to_totals(totals, map(self._rows, sorted(new)), readers, 1)
         return totals
 
     def _keep(self, ids: list[int], merged: Patch, totals: Totals | None) -> None:

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from factpatch.deltas import Delta
 from factpatch.errors import FileError, InputError
 from factpatch.facts import FactEdit, normalize
 from factpatch.patch import Patch, deltas_from
@@ -51,6 +52,7 @@ CREATE TABLE cache (name TEXT PRIMARY KEY, facts TEXT NOT NULL, tensors BLOB NOT
 """
 
 Status = Literal["active", "removed", "replaced"]
+Parsed = TypeVar("Parsed", list[Any], dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,11 @@ class Store:
     def close(self) -> None:
         self.db.close()
 
+    def settle(self) -> None:
+        """Moves everything from the log beside the file into the file. Closing would do so too, but hide an error."""
+        with self.readable():
+            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     @contextmanager
     def readable(self) -> Iterator[None]:
         """Turns SQLite's errors into FileErrors."""
@@ -131,6 +138,8 @@ class Store:
                 raise FileError(f"{self.path} is in use by another process; try again when it is done") from error
             if "unable to open" in reason or "readonly" in reason:
                 raise FileError(f"cannot open {self.path}: {reason}; check the path and its permissions") from error
+            if "full" in reason or "I/O" in reason:
+                raise FileError(f"cannot write {self.path}: {reason}; free some space, then try again") from error
             raise FileError(f"{self.path} is damaged or not a ledger ({reason}); restore it from a copy") from error
 
     @contextmanager
@@ -146,10 +155,30 @@ class Store:
                     self.db.execute("ROLLBACK")
                 raise
 
+    def _select(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self.readable():
+            return self.db.execute(query, values).fetchall()
+
+    def damaged(self, reason: object) -> FileError:
+        return FileError(f"{self.path} is damaged ({reason}); restore it from a copy")
+
+    def parsed(self, text: object, kind: type[Parsed]) -> Parsed:
+        """The list or object that a cell of a table holds as JSON."""
+        try:
+            found = json.loads(text) if isinstance(text, str) else None
+        except (ValueError, RecursionError) as error:
+            raise self.damaged(error) from error
+        if not isinstance(found, kind):
+            raise self.damaged(f"expected a {kind.__name__} in JSON")
+        return found
+
     # Settings
 
     def get_meta(self) -> dict[str, str]:
-        return dict(self.db.execute("SELECT key, value FROM meta"))
+        found = dict(self._select("SELECT key, value FROM meta"))
+        if not all(isinstance(text, str) for pair in found.items() for text in pair):
+            raise self.damaged("a setting is not a text")
+        return found
 
     def set_meta(self, values: Mapping[str, str]) -> None:
         self.db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
@@ -167,12 +196,17 @@ class Store:
 
     def _facts_where(self, condition: str, *values: object) -> list[Fact]:
         columns = "id, x, before, target, paraphrases, note, added, status"
-        with self.readable():
-            rows = self.db.execute(f"SELECT {columns} FROM facts WHERE {condition} ORDER BY id", values).fetchall()
-        return [Fact(*row[:4], tuple(json.loads(row[4])), *row[5:]) for row in rows]
+        rows = self._select(f"SELECT {columns} FROM facts WHERE {condition} ORDER BY id", *values)
+        return [self._fact(*row) for row in rows]
+
+    def _fact(self, fact_id: int, x: str, before: str, target: str, paraphrases: str, *rest: Any) -> Fact:
+        wordings = self.parsed(paraphrases, list)
+        if not all(isinstance(text, str) for text in (x, before, target, *wordings, *rest)):
+            raise self.damaged(f"fact {fact_id} holds something else than texts")
+        return Fact(fact_id, x, before, target, tuple(wordings), *rest)
 
     def active_ids(self) -> list[int]:
-        return [i for (i,) in self.db.execute("SELECT id FROM facts WHERE status = 'active' ORDER BY id")]
+        return [i for (i,) in self._select("SELECT id FROM facts WHERE status = 'active' ORDER BY id")]
 
     def active_like(self, x: str) -> int | None:
         """The id of the active fact whose input is the same after normalising, if any."""
@@ -204,21 +238,32 @@ class Store:
         self.db.execute("INSERT INTO history (fact, time, event) VALUES (?, ?, ?)", (fact_id, _now(), event))
 
     def history(self, fact_id: int) -> list[Event]:
-        with self.readable():
-            found = self.db.execute("SELECT time, event FROM history WHERE fact = ? ORDER BY id", (fact_id,)).fetchall()
-        return [Event(*row) for row in found]
+        found = self._select("SELECT time, event FROM history WHERE fact = ? ORDER BY id", fact_id)
+        return [Event(str(moment), str(event)) for moment, event in found]
 
     def methods(self) -> set[str]:
-        return {method for (method,) in self.db.execute("SELECT DISTINCT method FROM patches")}
+        return {str(method) for (method,) in self._select("SELECT DISTINCT method FROM patches")}
 
     # Tensors
 
     def patch(self, fact: Fact, base: str) -> Patch:
-        method, blob = self.db.execute("SELECT method, tensors FROM patches WHERE fact = ?", (fact.id,)).fetchone()
-        return Patch(deltas_from(self.unpack(blob)), base, method, (fact.edit,))
+        found = self._select("SELECT method, tensors FROM patches WHERE fact = ?", fact.id)
+        if not found:
+            raise self.damaged(f"fact {fact.id} has no patch")
+        ((method, blob),) = found
+        return Patch(self.deltas(self.unpack(blob)), base, str(method), (fact.edit,))
+
+    def deltas(self, tensors: Mapping[str, Tensor]) -> dict[str, Delta]:
+        try:
+            return deltas_from(tensors)
+        except ValueError as error:
+            raise self.damaged(error) from error
 
     def rows(self, fact_id: int) -> dict[str, Tensor]:
-        return self.unpack(self.db.execute("SELECT tensors FROM token_rows WHERE fact = ?", (fact_id,)).fetchone()[0])
+        found = self._select("SELECT tensors FROM token_rows WHERE fact = ?", fact_id)
+        if not found:
+            raise self.damaged(f"fact {fact_id} has no rows")
+        return self.unpack(found[0][0])
 
     def drop_rows_of_others(self, fact_ids: Iterable[int]) -> None:
         """Deletes the rows of all facts but these: the active ones and those in cached sums."""
@@ -230,28 +275,37 @@ class Store:
         self.db.executemany("INSERT OR REPLACE INTO covariance VALUES (?, ?)", values)
 
     def covariance(self) -> dict[str, Tensor]:
-        return {name: self.unpack(blob)["C"] for name, blob in self.db.execute("SELECT name, tensors FROM covariance")}
+        found = {name: self.unpack(blob) for name, blob in self._select("SELECT name, tensors FROM covariance")}
+        if not all(isinstance(name, str) and tensors.keys() == {"C"} for name, tensors in found.items()):
+            raise self.damaged("its covariance is incomplete")
+        return {name: tensors["C"] for name, tensors in found.items()}
 
     def cached(self, name: str) -> tuple[list[int], dict[str, Tensor]] | None:
         """Cached tensors, with the ids of the facts that they were computed from."""
-        found = self.db.execute("SELECT facts, tensors FROM cache WHERE name = ?", (name,)).fetchone()
-        return (json.loads(found[0]), self.unpack(found[1])) if found else None
+        found = self._select("SELECT facts, tensors FROM cache WHERE name = ?", name)
+        return (self._ids(found[0][0]), self.unpack(found[0][1])) if found else None
 
     def cached_ids(self, name: str) -> list[int]:
-        found = self.db.execute("SELECT facts FROM cache WHERE name = ?", (name,)).fetchone()
-        return json.loads(found[0]) if found else []
+        found = self._select("SELECT facts FROM cache WHERE name = ?", name)
+        return self._ids(found[0][0]) if found else []
+
+    def _ids(self, text: object) -> list[int]:
+        found = self.parsed(text, list)
+        if not all(isinstance(one, int) for one in found):
+            raise self.damaged("a list of facts holds something else than their numbers")
+        return found
 
     def put_cached(self, name: str, fact_ids: list[int], tensors: Mapping[str, Tensor]) -> None:
         blob = pack(tensors)
         self.db.execute("INSERT OR REPLACE INTO cache VALUES (?, ?, ?)", (name, json.dumps(fact_ids), blob))
 
-    def unpack(self, blob: bytes) -> dict[str, Tensor]:
+    def unpack(self, blob: object) -> dict[str, Tensor]:
         try:
-            if hashlib.sha256(memoryview(blob)[32:]).digest() != blob[:32]:
+            if not isinstance(blob, bytes) or hashlib.sha256(memoryview(blob)[32:]).digest() != blob[:32]:
                 raise ValueError("a checksum does not match")
             return load(blob[32:])
-        except (SafetensorError, ValueError) as error:
-            raise FileError(f"{self.path} is damaged ({error}); restore it from a copy") from error
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise self.damaged(error) from error
 
 
 def pack(tensors: Mapping[str, Tensor]) -> bytes:

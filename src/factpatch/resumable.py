@@ -3,11 +3,12 @@
 import fcntl
 import hashlib
 import json
+import math
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Self
 from weakref import WeakValueDictionary, finalize
@@ -15,6 +16,8 @@ from weakref import WeakValueDictionary, finalize
 from factpatch.errors import FileError
 from factpatch.files import as_file_errors, atomic_file, checked_target, refuse_gz
 from factpatch.jsonl import MAX_LINE
+
+SUM = 17  # length of a checksum, with the space after it
 
 
 class ResumableLines:
@@ -25,6 +28,9 @@ class ResumableLines:
     chunk, so that it produces the same chunks, and therefore the same lines, as a run that was never interrupted. A
     run with other settings starts from scratch. `header` is an optional first line of the finished file, which is not
     counted as a line. `seconds` is the total time, including that of interrupted runs.
+
+    Each line of the part file begins with a checksum of itself and all lines before it. Lines that were changed,
+    removed or reordered are therefore noticed, and written again from there on.
 
     With `key`, an existing file is replaced only if its first line is a JSON object with this key: a file that another
     program or command wrote is not overwritten.
@@ -50,10 +56,9 @@ class ResumableLines:
         with as_file_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._locked()
-            finalize(self, self._file.close)  # a run that fails releases the lock
+            finalize(self, _close, self._file)  # a run that fails releases the lock
             self.done = self._resume(run.encode() + b"\n")
-            spent = self._time.read_text() if self.done and self._time.is_file() else ""
-        self._begin = time.perf_counter() - float(spent or 0)
+            self._begin = time.perf_counter() - (self._seconds_before() if self.done else 0.0)
 
     def seconds(self) -> float:
         return time.perf_counter() - self._begin
@@ -62,7 +67,7 @@ class ResumableLines:
         """Opens and locks the part file. The system releases the lock when the process ends, however it ends."""
         key = self.part.absolute()
         if (older := self._open.get(key)) is not None:
-            older._file.close()
+            _close(older._file)
         while True:
             file = open(self.part, "ab", opener=_without_links)  # noqa: SIM115 (stays open)
             try:
@@ -81,44 +86,64 @@ class ResumableLines:
     def _taken(self) -> FileError:
         return FileError(f"another run is writing {self.path}; wait until it ends, or choose another --output")
 
+    def _seconds_before(self) -> float:
+        """The time that earlier runs took. A damaged file counts as none."""
+        try:
+            found = float(self._time.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return 0.0
+        return found if 0 <= found < math.inf else 0.0
+
     def _resume(self, run: bytes) -> int:
         """Truncates the part file after the last complete chunk of this run, and returns the number of lines in it."""
         self._start = len(run)
+        self._sum = _chained(b"", run)
         with self.part.open("rb") as file:
             same_run = file.readline() == run
-            ends = [self._start]
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                ends.append(ends[-1] + len(line))
+            complete = self._truncate(file) if same_run else 0
         if not same_run:
             self._file.truncate(0)
             self._file.write(run)
             self._file.flush()
-            return 0
-        complete = (len(ends) - 1) // self.chunk * self.chunk
-        self._file.truncate(ends[complete])
         return complete
+
+    def _truncate(self, file: BinaryIO, most: int | None = None) -> int:
+        """Truncates the part file, which is open after its first line, to at most `most` lines, by default to chunks.
+
+        Lines from the first damaged one on are removed, too. Returns the number of lines that are left.
+        """
+        done, end, last = 0, self._start, self._sum
+        position, total = end, last
+        for number, line in enumerate(file if most is None else islice(file, most), start=1):
+            position, total = position + len(line), _chained(total, line[SUM:])
+            if line[:SUM] != total or not line.endswith(b"\n"):
+                break
+            if most is not None or number % self.chunk == 0:
+                done, end, last = number, position, total
+        self._file.truncate(end)
+        self._sum = last
+        return done
 
     def keep(self, lines: int) -> None:
         """Keeps only the first `lines` lines, for callers that resume at the start of one of their own batches."""
         with as_file_errors(self.path), self.part.open("rb") as file:
-            for _ in range(1 + lines):
-                file.readline()
-            self._file.truncate(file.tell())
-        self.done = lines
+            self._sum = _chained(b"", file.readline())
+            self.done = self._truncate(file, lines)
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that have been written so far."""
-        with self.part.open(encoding="utf-8") as file:
+        with self.part.open("rb") as file:
             file.readline()
-            yield from (line.removesuffix("\n") for line in file)
+            yield from (line[SUM:].decode().removesuffix("\n") for line in file)
 
     def write(self, lines: list[str]) -> None:
         if self._file.closed:
             raise self._taken()
         with as_file_errors(self.path):
-            self._file.write("".join(f"{line}\n" for line in lines).encode())
+            for line in lines:
+                content = f"{line}\n".encode()
+                self._sum = _chained(self._sum, content)
+                self._file.write(self._sum + content)
             self._file.flush()
             os.fsync(self._file.fileno())
             with open(self._time, "w", opener=_without_links) as file:
@@ -132,11 +157,22 @@ class ResumableLines:
             if self.header is not None:
                 out.write(self.header.encode() + b"\n")
             lines.seek(self._start)
-            shutil.copyfileobj(lines, out)
+            out.writelines(line[SUM:] for line in lines)
         with as_file_errors(self.path):
             self.part.unlink(missing_ok=True)
             self._time.unlink(missing_ok=True)
         self._file.close()
+
+
+def _close(file: BinaryIO) -> None:
+    """Closes a file. What could not be written, because the disk is full, has been reported before."""
+    with suppress(OSError):
+        file.close()
+
+
+def _chained(before: bytes, line: bytes) -> bytes:
+    """The checksum of a line, given that of the lines before it, as it stands at the beginning of the line."""
+    return hashlib.sha256(before + line).hexdigest()[: SUM - 1].encode() + b" "
 
 
 def _without_links(path: str, flags: int) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 from factpatch.errors import FileError, InputError
 from factpatch.files import atomic_file
@@ -159,9 +160,9 @@ class Summary:
         try:
             if not isinstance(found, dict):
                 raise InputError(f"expected a JSON object, found {shown(found)}")
-            for key in ("task", "method"):
-                if not isinstance(found.get(key), str):
-                    raise InputError(f'expected a text in "{key}", found {shown(found.get(key))}')
+            for key, kind in get_type_hints(Conditions).items():
+                if (key in found or key in ("task", "method")) and not _is_a(found.get(key), kind):
+                    raise InputError(f'expected {_NAMES[kind]} in "{key}", found {shown(found.get(key))}')
             result = Result.from_dict(found.get("result"))
         except InputError as error:
             raise InputError(f"{error}; {ADVICE}") from None
@@ -171,6 +172,25 @@ class Summary:
         environment = {key: found[key] for key in ("versions", "device") if key in found}
         conditions = Conditions(**{key: value for key, value in found.items() if key in names})
         return cls(conditions, result, found.get("tried") or [], environment, version)
+
+
+_NAMES: dict[Any, str] = {
+    str: "a text",
+    str | None: "a text or null",
+    int: "a whole number",
+    float | None: "a number or null",
+    list[int]: "a list of whole numbers",
+    dict[str, Any]: "an object",
+}
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value has the type of a field of Conditions."""
+    if kind == list[int]:
+        return isinstance(value, list) and all(_is_a(one, int) for one in value)
+    if kind == float | None:
+        return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
+    return isinstance(value, dict if kind == dict[str, Any] else kind) and not isinstance(value, bool)
 
 
 def _number(record: dict[str, Any], key: str) -> float | None:

@@ -122,6 +122,7 @@ def _read_model(
         if "gguf_file" in options:
             make_plain(model)
         loaded = kind(model, tokenizer)
+        _check_tokens(loaded)
     except (FactpatchError, MemoryError):
         raise
     except Exception as error:  # transformers and tokenizers raise nearly every type for damaged files
@@ -130,6 +131,15 @@ def _read_model(
         transformers_logging.set_verbosity(verbosity)
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
     return loaded, sorted({*info["missing_keys"], *mismatched})
+
+
+def _check_tokens(model: TaskModel) -> None:
+    """Raises a ModelError if the tokenizer's vocabulary has tokens without an embedding; added tokens may have none."""
+    known = model.tokenizer.get_vocab()
+    added = model.tokenizer.get_added_vocab()
+    highest, rows = max(number for token, number in known.items() if token not in added), len(model.word_embeddings)
+    if highest >= rows:
+        raise ModelError(f"the tokenizer has a token {highest}, but the model only {rows} embeddings; they do not fit")
 
 
 def _set_template(model: TaskModel, folder: Path | None, template: str | None, refitted: bool) -> None:

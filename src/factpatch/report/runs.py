@@ -199,6 +199,9 @@ def _read_details(path: Path) -> Details | None:
         return None
     try:
         found = defaultdict(lambda: np.zeros(0), load_file(path))
+        for name, array in found.items():
+            if array.ndim != (2 if name == "sketches" and array.size else 1):
+                raise ValueError(f"{name} has {array.ndim} dimensions")
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
         weights, edits, sample = (json.loads(metadata.get(name, "[]")) for name in ("weights", "edits", "scored"))
@@ -212,7 +215,7 @@ def _read_details(path: Path) -> Details | None:
             magnitudes=dict(zip(weights, found["magnitudes"].tolist(), strict=True)),
             sketches=dict(zip(map(str, edits), found["sketches"], strict=True)),
         )
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise FileError(f"{path} cannot be read ({reason}); remove it to report without its figures") from error
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from factpatch.data.holdout import hash_shuffled
 from factpatch.data.revisions import Revision
-from factpatch.errors import FileError, InputError, MismatchError
+from factpatch.errors import FileError, InputError, MismatchError, reason
 from factpatch.facts import FactEdit, normalize
 from factpatch.files import atomic_file, read_safetensors
 from factpatch.models import TaskModel
@@ -245,10 +245,15 @@ class Scope:
             )
         try:
             calibration = Calibration(*json.loads(metadata["calibration"]))
+            if not isinstance(calibration.threshold, float) or not all(t.isfinite().all() for t in tensors.values()):
+                raise ValueError("it holds values that are not finite numbers")
             layers = json.loads(metadata["layers"])
-            return cls(model, layers, tensors["mean"], tensors["scale"], tensors.get("projection"), calibration)
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileError(f"{path} is not a complete scope ({error}); train it again") from error
+            scope = cls(model, layers, tensors["mean"], tensors["scale"], tensors.get("projection"), calibration)
+            if scope.embed(["?"]).dim() != 2:  # with shapes that do not fit the model, this fails
+                raise ValueError("its shapes do not fit the model")
+            return scope
+        except (LookupError, TypeError, ValueError, RecursionError, RuntimeError) as error:
+            raise FileError(f"{path} is not a complete scope ({reason(error)}); train it again") from error
 
 
 def _threshold(nearest: Tensor, false_matches: float) -> float:

@@ -1,0 +1,322 @@
+"""Kills and disturbs factpatch's commands: `make faults`. Afterwards, a rerun must give the undisturbed result.
+
+python tools/faults.py --rounds 20
+python tools/faults.py --rounds 100 --faults kill --tasks revise evaluate
+
+A disturbed command must end with a result, or with an error of one line; nothing may be half written.
+
+- kill: SIGKILL at a random moment, up to three times in a row
+- full: the disk is full, at a random number of bytes (a small tmpfs; without permission to mount one, a limit on the
+  size of a file)
+- refused: the output folder may not be written to (root gives up its right to ignore that)
+- cut: one of the input files is truncated at a random place
+- twice: two processes write the same output at the same time
+- lost: one of two processes of a distributed run is killed
+- serve: the service is killed while facts are accepted
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+from fault_tasks import Task, named, prepare, tasks, written
+
+HANG = 900  # seconds after which a command counts as hanging
+DISTRIBUTED = ("fit", "train", "evaluate")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int  # negative for a signal
+    text: str  # what it wrote to stdout and stderr
+
+    def check(self) -> Ended:
+        """Fails unless this is a result, an error of one line, or a kill of ours."""
+        if "Traceback" in self.text or self.code not in (0, 1, -signal.SIGKILL):
+            raise Failed(f"exit status {self.code}: {self.text[-2000:]}")
+        return self
+
+
+class Failed(Exception):
+    """A fault that the commands did not handle."""
+
+
+class Harness:
+    """Runs commands in forks of this process, which has imported everything, so that kills meet the work itself."""
+
+    def __init__(self, folder: Path, seed: int):
+        self.folder = folder
+        self.rng = random.Random(seed)
+        self.given = folder / "given"
+        self.log = folder / "log"
+        self.numbers = iter(range(10**9))
+        self.whole: dict[str, tuple[Any, float]] = {}  # by task: the undisturbed result and its seconds
+
+    def fork(self, work: Callable[[], object]) -> int:
+        """Starts a fork that does this work, and returns its process id."""
+        sys.stdout.flush()
+        if pid := os.fork():
+            return pid
+        code = 70
+        try:
+            log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            work()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def ended(self, pid: int, kill_after: float | None = None) -> Ended:
+        """Waits for a fork to end, or kills it after so many seconds."""
+        limit = time.monotonic() + (HANG if kill_after is None else kill_after)
+        while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+            if time.monotonic() >= limit:
+                os.kill(pid, signal.SIGKILL)
+                found = os.waitpid(pid, 0)
+                break
+            time.sleep(0.002)
+        if kill_after is None and os.WIFSIGNALED(found[1]) and time.monotonic() >= limit:
+            raise Failed("a command hangs")
+        return Ended(os.waitstatus_to_exitcode(found[1]), self.log.read_text(errors="replace"))
+
+    def run(self, task: Task, out: Path, kill_after: float | None = None, before: Callable[[], object] = int) -> Ended:
+        """Runs the commands of a task in one fork."""
+
+        def work() -> None:
+            before()
+            for command in task.commands(out):
+                resumed = task.resumes and any((out / "run" / "checkpoint").glob("step-*"))
+                command_line([*command, *(["--resume"] if resumed else [])])
+
+        self.log.write_text("")
+        self.log.chmod(0o666)
+        return self.ended(self.fork(work), kill_after)
+
+    def new_folder(self) -> Path:
+        folder = self.folder / f"out-{next(self.numbers)}"
+        folder.mkdir()
+        return folder
+
+    def undisturbed(self, task: Task) -> tuple[Any, float]:
+        if task.name not in self.whole:
+            out = self.new_folder()
+            start = time.monotonic()
+            if (ended := self.run(task, out)).code != 0:
+                raise Failed(f"without a fault: {ended.text[-2000:]}")
+            self.whole[task.name] = written(out), time.monotonic() - start
+            shutil.rmtree(out)
+        return self.whole[task.name]
+
+    def expect_whole(self, task: Task, out: Path) -> None:
+        """Runs the task to its end and compares what is there with the undisturbed result."""
+        ended = self.run(task, out).check()
+        again = "in use" in ended.text or "exists" in ended.text  # the disturbed run had finished already
+        if ended.code != 0 and not again:
+            raise Failed(f"a rerun fails: {ended.text[-2000:]}")
+        if (found := written(out)) != (expected := self.undisturbed(task)[0]):
+            names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
+            raise Failed(f"a rerun gives another result: {', '.join(names)}; {ended.text[-500:]}")
+
+    # Faults
+
+    def kill(self, task: Task) -> str:
+        _, seconds = self.undisturbed(task)
+        out = self.new_folder()
+        kills = 0
+        for _ in range(self.rng.randint(1, 3)):
+            ended = self.run(task, out, self.rng.uniform(0, 1.1 * seconds)).check()
+            kills += ended.code == -signal.SIGKILL
+            if ended.code == 0:
+                break
+        self.expect_whole(task, out)
+        return f"{kills} kills"
+
+    def full(self, task: Task) -> str:
+        self.undisturbed(task)
+        out = self.new_folder()
+        with small_disk(out, int(10 ** self.rng.uniform(3, 7))) as before:
+            ended = self.run(task, out, before=before).check()
+            if ended.code == 1 and not any(word in ended.text for word in ("No space", "too large", "full", "disk")):
+                raise Failed(f"the error does not say that the disk is full: {ended.text[-1000:]}")
+            left = self.folder / "left"
+            shutil.copytree(out, left, symlinks=True)
+        out.rmdir()
+        left.rename(out)
+        self.expect_whole(task, out)
+        return "full" if ended.code else "enough space"
+
+    def refused(self, task: Task) -> str:
+        self.undisturbed(task)
+        out = self.new_folder()
+        out.chmod(0o555)
+        ended = self.run(task, out, before=obey_permissions).check()
+        if ended.code != 1 or list(out.iterdir()):
+            raise Failed(f"exit status {ended.code}, {list(out.iterdir())}: {ended.text[-1000:]}")
+        out.chmod(0o755)
+        self.expect_whole(task, out)
+        return "refused"
+
+    def cut(self, task: Task) -> str:
+        if not task.inputs:
+            return "skipped: reads only the embedded world"
+        self.undisturbed(task)
+        named_ = [self.given / name for name in task.inputs]
+        files = [file for path in named_ for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+        file = self.rng.choice(files)
+        content = file.read_bytes()
+        out = self.new_folder()
+        try:
+            file.write_bytes(content[: self.rng.randrange(len(content))])
+            ended = self.run(task, out).check()
+        finally:
+            file.write_bytes(content)
+        if ended.code == 0:  # a file with fewer records is a file, too
+            return "read"
+        shutil.rmtree(out)
+        out.mkdir()
+        self.expect_whole(task, out)
+        return "an error"
+
+    def twice(self, task: Task) -> str:
+        _, seconds = self.undisturbed(task)
+        out = self.new_folder()
+        self.log.write_text("")
+
+        def work() -> None:
+            for command in task.commands(out):
+                command_line(command)
+
+        first = self.fork(work)
+        time.sleep(self.rng.uniform(0, seconds))
+        second = self.fork(work)
+        codes = [self.ended(pid).check().code for pid in (first, second)]
+        self.expect_whole(task, out)
+        return f"{codes.count(0)} of 2 succeed"
+
+
+def command_line(arguments: list[Any]) -> None:
+    """Runs one command. Raises SystemExit if it fails."""
+    from factpatch.cli import main
+
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        if stop.code:
+            raise
+
+
+def obey_permissions() -> None:
+    """Gives up the capabilities with which root reads and writes everything, CAP_DAC_OVERRIDE and the next one."""
+    if os.getuid() == 0:
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
+        words = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, of capabilities 0 to 31 and 32 to 63
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.capget(header, words)
+        words[0] &= ~0b110
+        if libc.capset(header, words):
+            raise OSError(ctypes.get_errno(), "capset")
+
+
+@contextmanager
+def small_disk(folder: Path, size: int) -> Any:
+    """Gives a folder a file system of this size. Yields what a process must call first, if that is not possible."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=False, capture_output=True
+    )
+    if mounted.returncode:
+
+        def limit() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+        yield limit
+        return
+    try:
+        yield int
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = ("kill", "full", "refused", "cut", "twice")
+    parser.add_argument("--rounds", type=int, default=5, help="of each fault for each task")
+    parser.add_argument("--faults", nargs="*", choices=kinds, default=kinds)
+    parser.add_argument("--tasks", nargs="*", default=[])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    counts: Counter[str] = Counter()
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        harness = Harness(Path(folder), options.seed)
+        harness.given.mkdir()
+        harness.log.write_text("")
+        if (ended := harness.ended(harness.fork(lambda: prepare(harness.given)))).code:
+            raise SystemExit(ended.text)
+        import_everything()
+        for task in named(options.tasks, tasks(harness.given)):
+            for fault in options.faults:
+                for number in range(options.rounds):
+                    try:
+                        found = getattr(harness, fault)(task)
+                    except Failed as error:
+                        found = "FAILED"
+                        failures.append(f"{task.name}, {fault}, round {number}: {error}")
+                        print(failures[-1], file=sys.stderr)
+                    counts[f"{task.name}, {fault}: {found}"] += 1
+                    for out in Path(folder).glob("out-*"):
+                        shutil.rmtree(out)
+                    if found.startswith("skipped"):
+                        break
+            print(f"{task.name} done", file=sys.stderr)
+    print(json.dumps({"counts": dict(sorted(counts.items())), "failures": len(failures)}, indent=1))
+    sys.exit(bool(failures))
+
+
+def import_everything() -> None:
+    """Imports what the commands need, so that a fork begins to work at once."""
+    import torch
+
+    import factpatch.cli
+    import factpatch.data.paraphrase
+    import factpatch.data.revise
+    import factpatch.demo
+    import factpatch.evaluation
+    import factpatch.report
+    import factpatch.training  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+if __name__ == "__main__":
+    main()
