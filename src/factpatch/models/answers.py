@@ -71,6 +71,6 @@ def _fill_in(model: TaskModel, inputs: Sequence[str], log_p: Sequence[dict[str, 
     pairs = [(x, text) for x, answers in zip(inputs, texts, strict=True) for text in answers]
     rows = model.rows([x for x, _ in pairs], [text for _, text in pairs]).at_targets()
     losses = F.cross_entropy(model.scores(model.features(rows)), rows.target_labels, reduction="none")  # (positions,)
-    values = iter(losses.new_zeros(len(rows)).index_add(0, rows.row_of_position, -losses).tolist())  # (rows,)
+    values = iter(rows.sums(-losses).tolist())
     for found, answers in zip(log_p, texts, strict=True):
         found.update((text, next(values)) for text in answers)
