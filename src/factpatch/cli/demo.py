@@ -148,7 +148,7 @@ def _show_together(result: dict[str, Any]) -> None:
         "merged": f"one merged patch of {found['bytes'] / 1e6:.1f} MB",
     }
     names = ("success", "retain", "equivalence")
-    table = Table("way", *names, title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
+    table = Table("approach", *names, title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
     for key, label in ways.items():
         table.add_row(label, *(f"{found[key][name]:.3f}" for name in names))
     common.stdout.print(table)
