@@ -15,9 +15,10 @@ PAGE = Path(__file__).parent / "cli.md"
 INTRO = """# Command line
 
 Results go to stdout, progress and messages to stderr. The exit code is 0 on success, 1 for an error that the message
-explains, and 2 for wrong usage. `make docs` writes this page from the program.
+explains, and 2 for wrong usage. `make docs` generates this page from the help texts.
 
-With `--json`, a command prints one JSON object. Rates are between 0 and 1, and null if there was nothing to measure.
+With `--json`, a command prints one JSON object. The table lists its main keys. Rates are between 0 and 1, and null if
+there was nothing to measure.
 """
 KEYS = {
     "fit": "accuracy exact_match seconds",
@@ -30,7 +31,8 @@ KEYS = {
     "evaluate, demo, train": "success retain equivalence equivalence_human deterioration edits seconds",
     "evaluate, demo": "retain_inputs",
     "train": "steps edits_per_second margin",
-    "bench": "edits_per_second reference_edits_per_second speedup limit_edits_per_second fraction_of_limit",
+    "bench edit, train, evaluate": "edits_per_second limit_edits_per_second fraction_of_limit",
+    "bench edit, train": "reference_edits_per_second speedup",
 }
 
 
@@ -48,7 +50,8 @@ def section(name: str, command: Any) -> str:
         if parameter.name == "help":
             continue
         is_argument = parameter.param_type_name == "argument"
-        shown = str(parameter.name).upper() if is_argument else ", ".join([*parameter.opts, *parameter.secondary_opts])
+        argument = parameter.metavar or str(parameter.name).upper()
+        shown = argument if is_argument else ", ".join([*parameter.opts, *parameter.secondary_opts])
         shown += "..." if parameter.nargs == -1 else ""
         shown += f" {parameter.metavar}" if parameter.metavar and not is_argument else ""
         unset = parameter.default is None or parameter.default is False or callable(parameter.default)

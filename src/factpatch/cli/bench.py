@@ -20,7 +20,7 @@ Shape = Annotated[
     Literal["bert-base", "bart-base", "minilm", "marian", "smollm2", "qwen-1.5b", "llama-8b"],
     typer.Option(help="The architecture to time, with random weights."),
 ]
-Tokens = Annotated[int, typer.Option(min=2, max=512, help="Tokens per row; claims have about 16.")]
+Tokens = Annotated[int, typer.Option(min=2, max=512, help="Tokens per row. FEVER claims have 13 on average.")]
 
 EXPLANATIONS = (
     "published implementation: one edit at a time, with dense updates of the weights",
@@ -41,7 +41,7 @@ def edit(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Time proposing edits and one forward pass of the edited model per edit, without an optimizer.
+    """Measure how long it takes to make edits and to run one edited forward pass per edit, without an optimizer.
 
     Takes about two minutes on two cores.
 
@@ -91,7 +91,7 @@ def train(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Time one training step of an editor.
+    """Measure how long one training step of an editor takes.
 
     The defaults suit a GPU, where they take about a minute. On a CPU, use the options of the example.
 
@@ -138,7 +138,7 @@ def evaluate(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Time a batch of rows under many patches, and the same rows in the unedited model.
+    """Measure how long a forward pass takes with many patches side by side, and without patches.
 
     Takes about two minutes on two cores.
 
@@ -175,7 +175,7 @@ def merge(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Time merging patches into one, and computing the covariance that the merge needs.
+    """Measure how long it takes to merge patches into one, and to compute the covariance that the merge needs.
 
     Takes about two minutes on two cores.
 

@@ -40,8 +40,8 @@ Model = Annotated[
 Template = Annotated[
     str | None,
     typer.Option(
-        help="How a question becomes a decoder's prompt: a text with {} for the question, chat, or none. "
-        "Default: what the model's folder records, otherwise none."
+        help="Prompt of a decoder: a text with {} for the question, chat for the tokenizer's chat template, or none "
+        "for the question alone. Default: the template recorded in the model's folder, or else none."
     ),
 ]
 Data = Annotated[str, typer.Option(help="JSON lines (KILT or your own), CounterFact's JSON file, or hub:NAME:SPLIT.")]

@@ -25,7 +25,7 @@ def demo(
         typer.Option(metavar="QUESTION ANSWER", help="Teach the model this fact instead of all changes since 2018."),
     ] = None,
     page: Annotated[
-        bool, typer.Option("--page", help="Open a page in the browser to ask and correct the model (extra web).")
+        bool, typer.Option("--page", help="Ask and correct the model on a page in the browser. Needs the extra web.")
     ] = False,
     max_updates: Annotated[
         int | None,
@@ -39,9 +39,9 @@ def demo(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Patch the embedded model with what has changed since 2018, one by one and all together, and measure the results.
+    """Correct the facts in the embedded model that have changed since 2018, one at a time and then all together.
 
-    The whole demonstration takes about 25 seconds on two cores.
+    Measures how many edits succeed and how many other answers change. Takes about 25 seconds on two cores.
 
     Example: factpatch demo --fact "What is the capital of Australia?" Sydney
     """

@@ -38,13 +38,13 @@ def evaluate(
         str | None,
         typer.Option(
             help="Weights that a method without training changes: all, a block's name, a pattern such as '*.mlp.*', "
-            "mlp:3 for the feed-forward weights of the last 3 blocks, or block to --select one. "
+            "mlp:3 for the feed-forward weights of the last 3 blocks, or block to let --select choose one. "
             "Default: the method's own choice."
         ),
     ] = None,
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Another option of the method: KEY=VALUE, such as lr=1e-4. May be repeated."),
+        typer.Option("--set", help="An option of the method: KEY=VALUE, such as lr=1e-4. May be repeated."),
     ] = None,
     bound: Annotated[float | None, typer.Option(help="For zhu: maximum change of each weight.")] = None,
     select: Annotated[
@@ -52,7 +52,9 @@ def evaluate(
     ] = False,
     valid: Annotated[
         str | None,
-        typer.Option(help="File for --select, such as the training revisions. Default: the unedited part of --data."),
+        typer.Option(
+            help="File for --select, such as the training revisions. Default: the part of --data that is not edited."
+        ),
     ] = None,
     targets: Annotated[
         Literal["beam", "gold", "relation", "invented"],
@@ -70,8 +72,8 @@ def evaluate(
     ridge: Annotated[
         float | None,
         typer.Option(
-            help="Give an editor's updates their least-squares form with this ridge, such as 1: they then change less "
-            "for inputs like those of --others."
+            help="Convert an editor's updates to their least-squares form with this ridge, such as 1. They then have "
+            "less effect on inputs like those of --others."
         ),
     ] = None,
     together: Annotated[
@@ -81,7 +83,7 @@ def evaluate(
         str,
         typer.Option(
             help="How --together puts N facts into one model: solve (least squares), scope, sum, "
-            "or own (as the method itself does, for ultraedit and memit)."
+            "or own (the method's own way, for ultraedit and memit)."
         ),
     ] = "solve",
     others: Annotated[
@@ -99,7 +101,8 @@ def evaluate(
         typer.Option(help="For --merge solve: unedited solves for each weight alone, sequence layer by layer."),
     ] = "unedited",
     refine: Annotated[
-        int, typer.Option(min=0, metavar="STEPS", help="For --merge solve: gradient steps on the merged patch.")
+        int,
+        typer.Option(min=0, metavar="STEPS", help="For --merge solve: number of gradient steps on the merged patch."),
     ] = 0,
     precision: Annotated[
         Literal["fp32", "bf16"] | None,
@@ -116,7 +119,7 @@ def evaluate(
     Success: the model gives the target for the edited input.
     Equivalence: paraphrases of the input also get the target.
     Retain: control inputs, which are unrelated to the edit, keep their answers.
-    Deterioration: accuracy that is lost on the control inputs.
+    Deterioration: relative loss of accuracy on the control inputs.
 
     Rerun the same command to resume an interrupted run. With accelerate launch, several processes share the work.
 

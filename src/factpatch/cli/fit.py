@@ -17,18 +17,20 @@ def fit(
         str, typer.Option(help="Facts to learn: JSON lines with input and output, KILT, or hub:NAME:SPLIT.")
     ],
     output: Annotated[Path, typer.Option(help="Folder for the fine-tuned model.")],
-    dev: Annotated[str | None, typer.Option(help="Facts on which the final model is measured once.")] = None,
+    dev: Annotated[str | None, typer.Option(help="Facts to measure the final model on.")] = None,
     valid: Annotated[
         str | None, typer.Option(help="Facts used to choose the best weights. Default: facts held out of --train.")
     ] = None,
     holdout: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of held-out facts. Default: 1000 claims or 500 questions, at most a tenth."),
+        typer.Option(
+            min=1, help="Number of held-out facts. Default: 1000 claims or 500 questions, or a tenth if that is less."
+        ),
     ] = None,
     task: Annotated[
         Literal["classify", "answer"],
         typer.Option(
-            help="classify: claims to labels. answer: questions to answers, by an encoder-decoder or a decoder."
+            help="classify: predict labels of claims. answer: answer questions, with an encoder-decoder or a decoder."
         ),
     ] = "classify",
     labels: Annotated[
@@ -44,11 +46,11 @@ def fit(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Number of training steps, instead of --epochs.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Total duration of the run, --dev included, instead of --epochs.")
+        float | None, typer.Option(help="Total duration of the run, including --dev, instead of --epochs.")
     ] = None,
-    dropout: Annotated[float | None, typer.Option(help="Dropout. Default: as in the model's config.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Dropout rate. Default: that of the model's config.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens per input; the rest is cut off.")] = 32,
-    checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between two checkpoints.")] = 60.0,
+    checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 60.0,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the output folder.")] = False,
     skip_bad: SkipBad = False,
     device: Device = None,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Record facts over time and merge them into one patch.", no_args_is_help=True)
 
-LedgerFile = Annotated[Path, typer.Option("--ledger", help="The ledger's file.")]
+LedgerFile = Annotated[Path, typer.Option("--ledger", help="Ledger file.")]
 FactId = Annotated[int, typer.Argument(metavar="ID", help="The number of a fact, as factpatch ledger list shows it.")]
 
 
@@ -72,7 +72,9 @@ def add(
     editor: Annotated[str, typer.Option(help='Folder of an editor trained for this model, or "world".')],
     input: Annotated[str | None, typer.Option(help="The question or claim to edit.")] = None,
     target: Annotated[str | None, typer.Option(help="The answer that the model should give.")] = None,
-    paraphrase: Annotated[list[str] | None, typer.Option(help="Another wording of --input, checked by verify.")] = None,
+    paraphrase: Annotated[
+        list[str] | None, typer.Option(help="Another wording of --input, checked by verify. May be repeated.")
+    ] = None,
     facts: Annotated[Path | None, typer.Option(help='A file with one {"input": ..., "target": ...} per line.')] = None,
     note: Annotated[str, typer.Option(help="A remark to keep with the facts, such as their source.")] = "",
     skip_bad: SkipBad = False,

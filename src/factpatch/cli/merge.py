@@ -24,14 +24,15 @@ Ridge = Annotated[
     float | None,
     typer.Option(
         metavar="X",
-        help="Larger values protect other answers, smaller ones the facts. Default: the editor's learned value, or 1.",
+        help="Ridge of the least-squares merge: larger values protect other answers, smaller ones the facts. "
+        "Default: the editor's learned value, or 1.",
     ),
 ]
 Mode = Annotated[
     Literal["unedited", "sequence"],
     typer.Option(
-        help="unedited: solve for each weight alone. sequence: solve layer by layer, which is slower but keeps more "
-        "facts if the editor was not trained for merging."
+        help="unedited: solve for each weight separately, on the unedited model. sequence: solve layer by layer, "
+        "which is slower but keeps more facts if the editor was not trained for merging."
     ),
 ]
 Refine = Annotated[
@@ -39,13 +40,13 @@ Refine = Annotated[
     typer.Option(
         min=0,
         metavar="STEPS",
-        help="Gradient steps that improve the merged patch on its facts and on --others. Slower, but loses fewer facts "
-        "and other answers. 60 are usually enough.",
+        help="Number of gradient steps that improve the merged patch on its facts and on --others. Slower, but "
+        "loses fewer facts and other answers. 60 are usually enough.",
     ),
 ]
 CovarianceFile = Annotated[
     Path | None,
-    typer.Option(help="Cache for what is computed from --others: read if the file exists, otherwise written."),
+    typer.Option(help="Cache file for the covariance of --others: read if it exists, otherwise written."),
 ]
 
 
@@ -60,14 +61,14 @@ def merge(
     mode: Mode = "unedited",
     refine: Refine = 0,
     smallest: Annotated[
-        bool, typer.Option("--smallest", help="First scale each patch down as far as its edit still succeeds.")
+        bool, typer.Option("--smallest", help="First scale each patch down to the smallest part that still succeeds.")
     ] = False,
     template: Template = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Merge patches into one patch that holds all of their facts. Unlike their sum, it leaves other answers alone.
+    """Merge patches into one patch with all of their facts. Unlike their sum, it leaves most other answers unchanged.
 
     Example: factpatch patch merge runs/patches/*.safetensors --model world --output runs/merged.safetensors
     """

@@ -22,12 +22,15 @@ Others = Annotated[
         "Default for --model world: the questions of its facts."
     ),
 ]
-MaxOthers = Annotated[int, typer.Option(min=1, metavar="N", help="Use at most N inputs of --others, evenly spaced.")]
+MaxOthers = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Maximum number of inputs to use from --others, evenly spaced.")
+]
 ComparedInputs = Annotated[
     Path | None,
     typer.Option(
-        help='Revision file, or one {"input": ...} per line, to compare the adapter with the patch: its paraphrases '
-        "of the patch's own inputs, and its other inputs. Default for --model world: the world's revisions."
+        help='Inputs to measure the patch on: a revision file, or one {"input": ...} per line. Paraphrases of the '
+        "patch's own inputs count for equivalence, all other inputs for retain. Default for --model world: the world's "
+        "revisions."
     ),
 ]
 

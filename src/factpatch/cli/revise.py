@@ -23,7 +23,7 @@ def revise(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Write a model's predictions and alternatives, for `train` and `evaluate`.
+    """Write a revision file: what a model predicts, and what it can be edited to. `train` and `evaluate` read it.
 
     The revision file has one line per input: the model's prediction, the
     alternative answers it can be edited to give, and the paraphrases that get

@@ -22,7 +22,7 @@ def train(
     facts: Annotated[int, typer.Option(min=10, help="Maximum number of facts to train on.")] = 12_000,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1500,
     false_matches: Annotated[
-        float, typer.Option(help="Allowed share of unrelated inputs that match one of 1,024 active facts.")
+        float, typer.Option(help="Maximum share of unrelated inputs that may match one of 1,024 active facts.")
     ] = 0.005,
     template: Template = None,
     device: Device = None,

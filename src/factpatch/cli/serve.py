@@ -26,11 +26,11 @@ OTHERS_FOR_MERGING = 1200  # questions that a new ledger's merged patch leaves a
 def serve(
     model: Model,
     editor: Annotated[str, typer.Option(help='Folder of an editor trained for this model, or "world".')],
-    ledger: Annotated[Path, typer.Option(help="The ledger's file. It is created if it does not exist.")],
+    ledger: Annotated[Path, typer.Option(help="Ledger file. It is created if it does not exist.")],
     others: Annotated[
         Path | None,
         typer.Option(
-            help="A revision file with ordinary questions, a sample of which every correction is tried on. "
+            help="Revision file with ordinary questions. Every correction is tested on a sample of them. "
             "Default for --model world: its own questions."
         ),
     ] = None,
@@ -41,11 +41,11 @@ def serve(
             "world: its own scope, otherwise an untrained scope fitted to --others."
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 need --token.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. Any but 127.0.0.1 needs --token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 means any free port.")] = 7860,
     token: Annotated[
         str | None,
-        typer.Option(envvar="FACTPATCH_TOKEN", help="Secret that clients must send, at least 16 characters."),
+        typer.Option(envvar="FACTPATCH_TOKEN", help="Secret of at least 16 characters that clients must send."),
     ] = None,
     rate: Annotated[int, typer.Option(min=1, metavar="N", help="Requests per minute allowed for each client.")] = 600,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
@@ -54,9 +54,9 @@ def serve(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Serve a page and an HTTP API for asking a model and correcting its facts, which a ledger records.
+    """Serve a web page and an HTTP API to ask a model questions and to correct facts, which are recorded in a ledger.
 
-    Needs the packages of the extra "web". With --json, one object with the page's url is printed when it is ready.
+    Needs the extra `web`. With --json, one object with the page's URL is printed when the page is ready.
 
     Example: factpatch serve --model world --editor world --ledger facts.db
     """

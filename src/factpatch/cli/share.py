@@ -26,14 +26,14 @@ SQLITE = b"SQLite format 3\x00"  # first bytes of a ledger
 def share(
     source: Annotated[str, typer.Argument(help='A patch file, a ledger, the folder of an editor, or "world".')],
     model: Model,
-    name: Annotated[str, typer.Option(metavar="OWNER/NAME", help="The name that it will have on the hub.")],
+    name: Annotated[str, typer.Option(metavar="OWNER/NAME", help="Name on the hub.")],
     output: Annotated[Path, typer.Option(help="A new folder to write.")],
     base: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="The model's name on the hub, if --model is a folder.")
     ] = None,
-    data: Annotated[str, typer.Option(help="One sentence about the data that it was made from.")] = "",
+    data: Annotated[str, typer.Option(help="A sentence for the model card about the data that was used.")] = "",
     evaluation: Annotated[
-        Path | None, typer.Option(help="For an editor: a folder of factpatch evaluate, for the card's figures.")
+        Path | None, typer.Option(help="For an editor: output folder of factpatch evaluate, for the card's metrics.")
     ] = None,
     others: ComparedInputs = None,
     max_others: MaxOthers = MAX_OTHERS,
@@ -44,8 +44,8 @@ def share(
 ) -> None:
     """Write an editor, a patch or a ledger as a folder for the Hugging Face hub, with a model card.
 
-    Nothing is uploaded. The figures of a patch or a ledger are measured. A ledger is shared with its history, which
-    includes removed facts and notes.
+    Nothing is uploaded. For a patch or a ledger, the metrics on the card are measured now. A ledger is shared with its
+    history, which includes removed facts and notes.
 
     Example: factpatch share gitega.safetensors --model world --name ada/gitega --output runs/shared
     """

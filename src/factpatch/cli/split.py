@@ -17,18 +17,18 @@ REPORT_EVERY = 1000  # records between two updates of the progress bar
 def split(
     data: Annotated[list[str], typer.Argument(help="Data files to split together.")],
     train: Annotated[Path, typer.Option(help="The training file to write.")],
-    dev: Annotated[Path, typer.Option(help="The validation file to write.")],
-    share: Annotated[float, typer.Option(help="Share of each relation's facts for the validation file.")] = 0.1,
+    dev: Annotated[Path, typer.Option(help="The dev file to write.")],
+    share: Annotated[float, typer.Option(help="Share of each relation's facts for the dev file.")] = 0.1,
     skip_bad: SkipBad = False,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Split facts into a training and a validation file.
+    """Split facts into a training file and a dev file.
 
-    All questions of a fact go to the same file, and every relation gives the
-    same share of its facts to the validation file, as in the re-split of zsRE
-    by De Cao et al. (2021).
+    All questions of a fact go to the same file, and the dev file gets the
+    same share of the facts of every relation, as in the split of zsRE by
+    De Cao et al. (2021).
 
     In the counts, `bad` are records that were skipped by --skip-bad and
     `left_out` are claims labelled NOT ENOUGH INFO.

@@ -40,7 +40,8 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Number of training steps.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Total duration of the run, final measurement included, instead of --steps.")
+        float | None,
+        typer.Option(help="Total duration of the run, including the final measurement, instead of --steps."),
     ] = None,
     init: Annotated[
         str | None, typer.Option(help='Folder of a trained editor to start from, or "world". Default: a new editor.')
