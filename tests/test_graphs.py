@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from samples import answerer, fact_checker, read_lines, write_revisions
 from torch import Tensor
+from training_runs import SMALL
 
-from factpatch.editors import EditorConfig
 from factpatch.models import load_model
 from factpatch.training import Train, TrainConfig
 from factpatch.training.graphs import Graphed, tensors_of
@@ -86,21 +87,24 @@ def test_what_cannot_be_recorded_still_runs() -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("make", [fact_checker, answerer])
-@pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
-def test_a_run_has_the_same_curve_recorded_or_not(make: Callable[[Path], Path], optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "rmsprop"},
+        {"optimizer": "adam"},
+        {"ridge": 1.0},
+        {"ema": 0.9, "others": ("unsure", "near")},
+        {"editor": replace(SMALL, states=True)},
+    ],
+    ids=str,
+)
+def test_a_run_has_the_same_curve_recorded_or_not(
+    make: Callable[[Path], Path], options: dict[str, Any], tmp_path: Path
+) -> None:
     model = make(tmp_path / "model")
     train = write_revisions(tmp_path / "train.jsonl", load_model(model, "cpu"), 60)
-    config = TrainConfig(
-        steps=40,
-        edits=6,
-        rows=6,
-        validations=4,
-        validation_edits=4,
-        validation_inputs=4,
-        precision="fp32",
-        optimizer=optimizer,
-        editor=EditorConfig(width=32, bottleneck=8, lstm=8),
-    )
+    sizes: dict[str, Any] = {"edits": 6, "rows": 6, "validations": 4, "validation_edits": 4, "validation_inputs": 4}
+    config = TrainConfig(**{"steps": 40, "precision": "fp32", "editor": SMALL, **sizes, **options})
     curves = []
     for graphs in (True, False):
         run = Train(replace(config, graphs=graphs), load_model(model, "cuda"), tmp_path / f"run-{graphs}")

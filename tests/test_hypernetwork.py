@@ -14,6 +14,7 @@ from transformers import BartConfig, BartForConditionalGeneration, BertConfig, B
 
 from factpatch.deltas import Delta, LowRank, scaled
 from factpatch.editors import EditorConfig, GradientStep, HyperNetwork, Looped, load_editor
+from factpatch.editors.hypernetwork import first_of_last_blocks
 from factpatch.editors.looped import PARTS, add_best_part
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit
@@ -60,6 +61,36 @@ def test_editing_a_batch_equals_editing_one_by_one(
         assert patch.edits == (edit,)
         for name, delta in patch.deltas.items():
             assert torch.allclose(delta.dense(), alone.deltas[name].dense(), rtol=1e-3, atol=1e-5)
+
+
+def test_reading_the_models_hidden_states(model: TaskModel, edits: list[FactEdit], tmp_path: Path) -> None:
+    """They do not matter at first, and padding never does."""
+    config = EditorConfig(width=64, bottleneck=16, lstm=8, states=True)
+    torch.manual_seed(0)
+    editor = HyperNetwork.for_model(model, config)
+    layer = editor.fact_encoder.states
+    assert layer is not None
+    assert not layer.weight.any()
+    before = editor.propose(model, edits)
+    torch.nn.init.normal_(layer.weight)
+    after = editor.propose(model, edits)
+    name = editor.read[0]
+    assert not torch.allclose(before[0].deltas[name].dense(), after[0].deltas[name].dense(), rtol=1e-2)
+    for edit, patch in zip(edits, after, strict=True):
+        (alone,) = editor.propose(model, [edit])
+        for name, delta in patch.deltas.items():
+            wanted = alone.deltas[name].dense()
+            torch.testing.assert_close(delta.dense(), wanted, rtol=1e-2, atol=1e-3 * float(wanted.norm()))
+    editor.save(tmp_path / "editor")
+    loaded = load_editor(tmp_path / "editor").propose(model, edits)[0]
+    assert all(torch.equal(delta.dense(), after[0].deltas[name].dense()) for name, delta in loaded.deltas.items())
+
+
+def test_the_last_blocks_of_each_stack() -> None:
+    names = list(tiny.build("bart").layers)
+    last = [f"model.{stack}.layers.1.self_attn.k_proj.weight" for stack in ("encoder", "decoder")]
+    assert first_of_last_blocks(names) == last
+    assert first_of_last_blocks(["h.9.a", "h.9.b", "h.10.a", "h.10.mlp.0.b"]) == ["h.10.a"]
 
 
 def test_batches_of_propose_keep_the_order(bart: TaskModel, monkeypatch: pytest.MonkeyPatch) -> None:

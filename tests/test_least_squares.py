@@ -12,7 +12,7 @@ from conftest import Ran, loud_editor
 from samples import revisions, write_revisions
 
 from factpatch.covariance import Covariance
-from factpatch.data.revisions import edit_of, editable
+from factpatch.data.revisions import edit_of, editable, read_revisions
 from factpatch.editors import HyperNetwork, Looped, load_editor
 from factpatch.engine import edited
 from factpatch.errors import FileError, InputError
@@ -33,7 +33,7 @@ def test_it_is_the_merge_of_each_single_patch(
     model: TaskModel, editor: HyperNetwork, edits: list[FactEdit], covariance: Covariance
 ) -> None:
     plain = editor.propose(model, edits)
-    editor.solve_against(covariance, RIDGE)
+    editor.solve_against(covariance, RIDGE, shrinkage=0)
     solved = editor.propose(model, edits)
     for before, after in zip(plain, solved, strict=True):
         expected = merge(model, [before], covariance=covariance, ridge=RIDGE)
@@ -129,27 +129,32 @@ def test_padding_does_not_matter(
             assert patch.deltas[name].rank == alone.deltas[name].rank
 
 
-def test_a_ridge_of_zero() -> None:
+def test_settings_that_make_no_sense() -> None:
     model = tiny.build("bert")
     covariance = Covariance.compute(model, ["where do people speak rundi ?"])
     with pytest.raises(InputError, match="expected a ridge above 0, found 0"):
         loud_editor(model).solve_against(covariance, 0)
+    with pytest.raises(InputError, match="expected a shrinkage of at least 0, found -1"):
+        loud_editor(model).solve_against(covariance, shrinkage=-1)
 
 
 @pytest.mark.parametrize("architecture", ["bert"])
 def test_evaluating_it(model: TaskModel, editor: HyperNetwork, tmp_path: Path, run: Callable[..., Ran]) -> None:
-    """The figures are those of the merge of each single patch, as --together 1 measures them."""
+    """The figures are those of an editor that was saved with the same covariance."""
     model.save(tmp_path / "model")
     editor.save(tmp_path / "editor")
     data = write_revisions(tmp_path / "data.jsonl", model, 24)
     others = write_revisions(tmp_path / "others.jsonl", model, 30, seed=5)
-    options = ["evaluate", "--model", tmp_path / "model", "--editor", tmp_path / "editor", "--data", data]
-    options += ["--others", others, "--device", "cpu", "--json"]
-    solved = run(*options, "--ridge", 1, "--output", tmp_path / "solved").json
-    merged = run(*options, "--together", 1, "--output", tmp_path / "merged").json
+    options = ["evaluate", "--model", tmp_path / "model", "--data", data, "--device", "cpu", "--json"]
+    plain = [*options, "--editor", tmp_path / "editor"]
+    solved = run(*plain, "--others", others, "--ridge", RIDGE, "--output", tmp_path / "solved").json
+    editor.solve_against(Covariance.compute(model, [r.input for r in read_revisions(others)]), RIDGE)
+    editor.save(tmp_path / "saved")
+    saved = run(*options, "--editor", tmp_path / "saved", "--output", tmp_path / "saved-run").json
     keys = ("success", "retain", "equivalence", "kl_mean")
-    assert {k: solved[k] for k in keys} == pytest.approx({k: merged["curve"][0][k] for k in keys}, rel=1e-3)
-    assert solved["kl_mean"] != pytest.approx(merged["kl_mean"], rel=1e-2)
-    again = run(*options, "--ridge", 0.5, "--output", tmp_path / "solved")
+    assert {key: solved[key] for key in keys} == pytest.approx({key: saved[key] for key in keys}, rel=1e-4)
+    before = run(*plain, "--output", tmp_path / "plain").json
+    assert solved["kl_mean"] != pytest.approx(before["kl_mean"], rel=1e-2)
+    again = run(*plain, "--others", others, "--ridge", 0.5, "--output", tmp_path / "solved")
     assert again.code == 1
     assert "other results" in again.err

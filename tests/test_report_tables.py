@@ -155,6 +155,7 @@ def test_runs_that_intervals_do_not_set_apart_are_bold_together(tmp_path: Path) 
         ({"result": {"edits": 100}}, "number of edits"),
         ({"result": {"retain_inputs": 5}}, "number of inputs"),
         ({"revisions": "other", "result": {}}, "data"),
+        ({"targets": "gold", "result": {}}, "kind of targets"),
     ],
 )
 def test_unequal_conditions_are_never_ranked(tmp_path: Path, unequal: dict[str, Any], name: str) -> None:
@@ -165,6 +166,7 @@ def test_unequal_conditions_are_never_ranked(tmp_path: Path, unequal: dict[str, 
     shown = markdown(main_table(read_runs(runs)[0]))
     assert f"Nothing is bold, because the runs differ in {name}." in shown
     assert not unequal or "revisions" in unequal or name in shown
+    assert (", gold targets" in shown) == ("targets" in unequal)
 
 
 def test_runs_that_differ_in_merging_only_are_told_apart_by_it(tmp_path: Path) -> None:

@@ -245,6 +245,7 @@ def test_stages_are_reported(checker: Path, claims: Path, tmp_path: Path) -> Non
         {"others": ("uniform", "unsure", "near"), "ema": 0.5},
         {"ridge": 0.5, "updates": 2},
         {"editor": replace(SMALL, gradients=False)},
+        {"editor": replace(SMALL, states=True)},
     ],
     ids=str,
 )

@@ -11,14 +11,15 @@ which equals the following product, computed without a matrix of that size:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from factpatch.deltas import Delta
-from factpatch.editors.network import EditorConfig, FactEncoder, WeightGroup
+from factpatch.editors.network import EditorConfig, FactEncoder, WeightGroup, read_states
 from factpatch.editors.trainable import Condition, TrainableEditor
 from factpatch.engine import Trace
 from factpatch.facts import FactEdit
@@ -32,7 +33,8 @@ class HyperNetwork(TrainableEditor):
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]], embeddings: Tensor, base: str, config: EditorConfig):
         super().__init__(shapes, base, config)
-        self.fact_encoder = FactEncoder(embeddings, config)
+        self.read = first_of_last_blocks(shapes) if config.states else []
+        self.fact_encoder = FactEncoder(embeddings, config, sum(shapes[name][1] for name in self.read))
         by_shape: dict[tuple[int, int], list[str]] = {}
         for name, shape in shapes.items():
             by_shape.setdefault(shape, []).append(name)
@@ -51,7 +53,8 @@ class HyperNetwork(TrainableEditor):
 
     def forward(self, condition: Condition, traces: Mapping[str, Trace]) -> dict[str, Delta]:
         """The factors of all edits, one stack per weight."""
-        h = self.fact_encoder(condition)  # (edits, width)
+        states = read_states([traces[name] for name in self.read]) if self.read else None
+        h = self.fact_encoder(condition, states)  # (edits, width)
         deltas: dict[str, Delta] = {}
         for key, group in self.groups.items():
             gates = group(h)
@@ -60,6 +63,19 @@ class HyperNetwork(TrainableEditor):
                 factors = gates.factors(chosen, [traces[name] for name in names], self.config.gradients)
                 deltas |= zip(names, factors, strict=True)
         return deltas
+
+
+def first_of_last_blocks(names: Iterable[str]) -> list[str]:
+    """The first weight in the last block of each stack, such as the encoder's and the decoder's.
+
+    Blocks are numbered in the names of weights, which are in the order of the model.
+    """
+    last: dict[str, tuple[int, str]] = {}
+    for name in names:
+        stack, number, *_ = re.split(r"\.(\d+)\.", name, maxsplit=1)
+        if stack not in last or int(number) > last[stack][0]:
+            last[stack] = int(number), name
+    return [name for _, name in last.values()]
 
 
 def _alike(names: Sequence[str], traces: Mapping[str, Trace]) -> list[list[int]]:

@@ -6,6 +6,9 @@ outputs there, and C the mean of k kᵀ over the layer's inputs for other texts.
     S = argmin Σ ‖S k − v‖² + λ tr(S C Sᵀ) = Bᵀ A,    A = K (λ C)⁻¹,    B = (A Kᵀ + I)⁻¹ V
 
 This is the merge of a single patch (merging.py), computed for a batch of edits. It is differentiable in ΔW.
+
+With a shrinkage γ, C is replaced by C + γ mean(diag C) I. Without it, the update takes effect mainly along directions
+in which inputs hardly vary, and paraphrases differ from x in many of these.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from factpatch.engine import Trace
 from factpatch.errors import InputError
 from factpatch.models import Causal, Rows, TaskModel
 from factpatch.models.rows import NO_TARGET
+
+SHRINKAGE = 0.1
 
 
 class LeastSquares(nn.Module):
@@ -44,11 +49,20 @@ class LeastSquares(nn.Module):
 
     @classmethod
     def fitted(
-        cls, covariance: Covariance, shapes: Mapping[str, tuple[int, int]], ridge: float, device: torch.device
+        cls,
+        covariance: Covariance,
+        shapes: Mapping[str, tuple[int, int]],
+        ridge: float,
+        shrinkage: float,
+        device: torch.device,
     ) -> Self:
+        if not 0 <= shrinkage < float("inf"):
+            raise InputError(f"expected a shrinkage of at least 0, found {shrinkage}")
         found = cls(covariance.readers, shapes, ridge).to(device)
         for key, inverse in zip(found.weights, found.buffers(), strict=True):
-            inverse.copy_(torch.linalg.inv(ridge * covariance.of(key, device)))
+            C = covariance.of(key, device)
+            C.diagonal().add_(shrinkage * C.diagonal().mean())
+            inverse.copy_(torch.linalg.inv(ridge * C))
         return found
 
     def forward(

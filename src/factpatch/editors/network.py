@@ -28,6 +28,7 @@ class EditorConfig:
     max_scale: float = 1.0  # maximum of the scale s
     embedding: int | None = None  # width of the word embeddings; None: the model's, or 128 if these are very large
     gradients: bool = True  # False omits the gradient's term, as in the paper's ablation
+    states: bool = False  # whether h also depends on the model's own hidden states of the fact
 
     def __post_init__(self) -> None:
         wrong = [
@@ -40,9 +41,13 @@ class EditorConfig:
 
 
 class FactEncoder(nn.Module):
-    """Encodes a fact's text as h: an embedding, a bidirectional LSTM and one linear layer."""
+    """Encodes a fact as h: its text by an embedding and a bidirectional LSTM, then one linear layer.
 
-    def __init__(self, embeddings: Tensor, config: EditorConfig):
+    With `states`, h also depends on hidden states of the model, by a second linear layer that starts at zero.
+    """
+
+    def __init__(self, embeddings: Tensor, config: EditorConfig, states: int = 0):
+        """`states` is the width of the hidden states, 0 for none."""
         super().__init__()
         large = embeddings.numel() > LARGE_EMBEDDINGS
         embeddings = reduced(embeddings, config.embedding or (REDUCED_WIDTH if large else embeddings.shape[1]))
@@ -52,8 +57,11 @@ class FactEncoder(nn.Module):
         self.forwards = nn.LSTM(embeddings.shape[1], config.lstm, batch_first=True)
         self.backwards = nn.LSTM(embeddings.shape[1], config.lstm, batch_first=True)
         self.out = nn.Linear(2 * config.lstm, config.width)
+        self.states = nn.Linear(states, config.width, bias=False) if states else None
+        if self.states is not None:
+            nn.init.zeros_(self.states.weight)
 
-    def forward(self, condition: Condition) -> Tensor:
+    def forward(self, condition: Condition, states: Tensor | None = None) -> Tensor:
         last = (condition.lengths - 1)[:, None]  # (edits, 1)
         positions = torch.arange(condition.ids.shape[1], device=last.device)[None]  # (1, tokens)
         reversed_ids = condition.ids.gather(1, (last - positions).clamp(min=0))
@@ -61,7 +69,21 @@ class FactEncoder(nn.Module):
             lstm(self.embedding(ids))[0].take_along_dim(last[:, :, None], dim=1).squeeze(1)  # (edits, lstm)
             for lstm, ids in ((self.forwards, condition.ids), (self.backwards, reversed_ids))
         ]
-        return self.out(torch.cat(ends, dim=-1)).tanh()
+        h = self.out(torch.cat(ends, dim=-1))
+        return (h if self.states is None else h + self.states(states)).tanh()
+
+
+def read_states(traces: Sequence[Trace]) -> Tensor:
+    """The layers' inputs, averaged over tokens in proportion to their gradients' norms: (edits, sum of widths).
+
+    This leaves out padding, whose gradients are zero. Each layer's average is normalised.
+    """
+    found = []
+    for trace in traces:
+        weights = trace.D.float().norm(dim=-1, keepdim=True)  # (edits, tokens, 1)
+        mean = (weights * trace.X.float()).sum(1) / weights.sum(1).clamp(min=1e-30)
+        found.append(F.layer_norm(mean, mean.shape[-1:]))
+    return torch.cat(found, dim=-1)
 
 
 def reduced(embeddings: Tensor, width: int) -> Tensor:

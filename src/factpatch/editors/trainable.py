@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from factpatch.covariance import Covariance
 from factpatch.deltas import Delta, LowRank, unstack
 from factpatch.editors.base import EditMethod
-from factpatch.editors.least_squares import LeastSquares, real_tokens, with_distinct_widths
+from factpatch.editors.least_squares import SHRINKAGE, LeastSquares, real_tokens, with_distinct_widths
 from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError, reason
 from factpatch.facts import FactEdit
@@ -105,14 +105,15 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         traces = self.trace(model, EditBatch(rows, batch.condition), under)
         return self.least_squares(self(batch.condition, traces), traces, real_tokens(model, rows))
 
-    def solve_against(self, covariance: Covariance, ridge: float = 1.0) -> None:
+    def solve_against(self, covariance: Covariance, ridge: float = 1.0, shrinkage: float = SHRINKAGE) -> None:
         """From now on, gives updates in their least-squares form, which changes other answers less.
 
-        `covariance` is computed from ordinary inputs; larger values of `ridge` protect their answers better, smaller
-        ones the edits. The editor saves what it needs for this.
+        `covariance` is computed from ordinary inputs. Larger values of `ridge` protect their answers better, smaller
+        ones the edits; larger values of `shrinkage` generalise better to paraphrases. The editor saves what it needs
+        for this.
         """
         device = next(self.parameters()).device
-        self.least_squares = LeastSquares.fitted(covariance, self.shapes, ridge, device)
+        self.least_squares = LeastSquares.fitted(covariance, self.shapes, ridge, shrinkage, device)
 
     def learn_ridge(self) -> nn.Parameter:
         """Adds log λ of each weight to the parameters; λ weighs control inputs against edits in a merge."""

@@ -48,6 +48,7 @@ def differing_conditions(runs: Sequence[Evaluation]) -> list[str]:
         "precision": {run.conditions.precision for run in runs},
         "number of edits": {run.result.edits for run in runs},
         "number of inputs": {run.result.retain_inputs for run in runs},
+        "kind of targets": {run.conditions.targets for run in runs},
     }
     differing = [name for name, values in conditions.items() if len(values) > 1]
     data = {run.conditions.revisions for run in runs}

@@ -191,6 +191,8 @@ def _label(conditions: Conditions) -> str:
         parts.append(conditions.layers)
     if conditions.bound is not None:
         parts.append(f"m = {short_number(conditions.bound)}")
+    if conditions.targets != "beam":
+        parts.append(f"{conditions.targets} targets")
     return ", ".join(parts)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from factpatch.data.targets import KINDS
+from factpatch.editors.least_squares import SHRINKAGE
 from factpatch.editors.registry import METHODS, find_method
 from factpatch.errors import InputError
 from factpatch.training.settings import merged, preset_values, read_settings, read_toml, typed
@@ -32,7 +33,15 @@ POSITIVE = (
     *("rows", "max_tokens", "steps", "lr", "multiplier_lr", "holdout", "validations", "validation_edits"),
     *("validation_inputs", "validation_share", "final_edits", "final_inputs", "control_pool", "minutes", "clip"),
 )
-NOT_NEGATIVE = ("validation_paraphrases", "weight_decay", "warmup", "paraphrase_rows", "checkpoint_seconds", "seed")
+NOT_NEGATIVE = (
+    "validation_paraphrases",
+    "weight_decay",
+    "warmup",
+    "paraphrase_rows",
+    "checkpoint_seconds",
+    "seed",
+    "shrinkage",
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class TrainConfig:
     label_smoothing: float = 0.0  # of the edit loss
     targets: tuple[str, ...] = ("beam",)  # kinds of answers to edit to, drawn with equal chance: see data/targets.py
     ridge: float | None = None  # λ of the least-squares form of updates, against control inputs; None means as they are
+    shrinkage: float = SHRINKAGE  # of the covariance in that form; larger values generalise better to paraphrases
     updates: int = 1  # updates per edit, each computed on the model as the previous one left it
     together: int = 1  # edits that each step merges into one patch; a value above 1 also sets `edits`
 

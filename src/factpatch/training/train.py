@@ -154,7 +154,8 @@ class Train(Run):
         if self.init is None:
             self.editor.calibrated(model, hash_shuffled(revisions, config.seed))
         if config.ridge is not None:
-            self.editor.solve_against(covariance_of(model, revisions, self.sampler.pool), config.ridge)
+            covariance = covariance_of(model, revisions, self.sampler.pool)
+            self.editor.solve_against(covariance, config.ridge, config.shrinkage)
         self.best = copy_of(self.editor)
         self.batcher = Batcher(model, self.editor, revisions, config, targets)
 
