@@ -295,7 +295,7 @@ def test_a_target_that_begins_inside_a_token() -> None:
 
 def test_a_template_for_a_model_that_is_no_decoder(tmp_path: Path) -> None:
     tiny.build("bert").save(tmp_path / "m")
-    with pytest.raises(InputError, match="makes prompts for decoders"):
+    with pytest.raises(InputError, match="only decoders have a template"):
         load_model(tmp_path / "m", "cpu", template="chat")
 
 

@@ -254,7 +254,7 @@ def test_no_gpu_where_one_was_asked_for(edit, home: Path, monkeypatch: pytest.Mo
     text, _, target = one_edit(home)
     result = edit("--input", text, "--target", target, "--device", "cuda")
     assert result.code == 1
-    assert result.err == "error: cuda was asked for, but this machine has no usable CUDA GPU; use --device cpu\n"
+    assert result.err == "error: cuda was requested, but this machine has no usable CUDA GPU; use --device cpu\n"
 
 
 @pytest.mark.parametrize(

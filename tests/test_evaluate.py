@@ -23,7 +23,7 @@ from factpatch.data.revisions import Provenance, edit_of, editable
 from factpatch.deltas import Dense
 from factpatch.editors import HyperNetwork, load_editor
 from factpatch.errors import FileError
-from factpatch.evaluation import evaluate, precise, predicted_now, sampled
+from factpatch.evaluation import evaluate, measuring_precision, predicted_now, sample_edits
 from factpatch.evaluation.details import sketches
 from factpatch.evaluation.measure import Examiner
 from factpatch.metrics import Outcome, intervals
@@ -115,7 +115,7 @@ def test_every_method(
         (["--method", "finetun"], "did you mean finetune?"),
         (["--method", "magic"], "choose one of hyper, mend, finetune"),
         (["--method", "hyper"], "give its folder with --editor"),
-        (["--method", "finetune", "--editor", "world"], "takes no --editor"),
+        (["--method", "finetune", "--editor", "world"], "leave --editor out"),
         (["--editor", "world", "--layers", "all"], "leave --layers out"),
         (["--method", "zhu"], "either --bound or --select"),
         (["--method", "finetune", "--bound", "1"], "of the method zhu only"),
@@ -208,7 +208,7 @@ def test_a_killed_run_ends_in_the_same_summary(world: dict[str, Any], tmp_path: 
     model = load_model(files["model"], "cpu")
     editor = load_editor(files["editor"])
     known = [replace(r, id=f"{n}-{r.id}") for n in range(3) for r in revisions(model, 24, seed=n)]
-    edits, others = sampled(model, known, 70, 9, 0)
+    edits, others = sample_edits(model, known, 70, 9, 0)
     whole = evaluate(editor, model, edits, others, tmp_path / "whole", {"seed": 0})
     done = 0
 
@@ -242,7 +242,7 @@ def test_a_run_of_another_editor_starts_anew(world: dict[str, Any], tmp_path: Pa
     editor, louder = load_editor(files["editor"]), load_editor(files["editor"])
     for parameter in louder.parameters():
         parameter.data.mul_(1.01)
-    edits, others = sampled(model, [r for n in range(3) for r in revisions(model, 24, seed=n)], 70, 9, 0)
+    edits, others = sample_edits(model, [r for n in range(3) for r in revisions(model, 24, seed=n)], 70, 9, 0)
 
     def kill(count: int) -> None:
         if count:
@@ -312,7 +312,7 @@ def test_predictions_are_recomputed() -> None:
 def test_the_model_leaves_in_the_precision_it_came_in() -> None:
     model = tiny.build("bert")
     before = weights_of(model)
-    with precise(model, "bf16", baseline=False):
+    with measuring_precision(model, "bf16", baseline=False):
         assert model.model.dtype == torch.bfloat16
     assert model.model.dtype == torch.float32
     assert_untouched(model, before)

@@ -25,7 +25,7 @@ from factpatch.device import find_device, idle_cores, use_free_cores
 from factpatch.errors import DeviceError, FileError, InputError, ModelError
 from factpatch.facts import FactEdit
 from factpatch.models import Causal, Classifier, Seq2Seq, TaskModel, TextModel, editable_layers, load_model
-from factpatch.models.gpu import align, fill
+from factpatch.models.gpu import align, pad_rows
 
 EDITABLE = {
     **dict.fromkeys(("deberta", "gpt2", "gpt2-lm", "gpt-neox"), 2 * 4),
@@ -376,8 +376,8 @@ def test_an_aligned_head_is_stored_as_it_was() -> None:
     align(head)
     assert list(head.state_dict()) == names
     assert torch.equal(head(x), before)
-    assert torch.equal(fill(head.weight)[:21], head.weight)
-    assert fill(head.bias).shape == (24,)
+    assert torch.equal(pad_rows(head.weight)[:21], head.weight)
+    assert pad_rows(head.bias).shape == (24,)
 
 
 @pytest.mark.parametrize("name", ["runs/fever", "hub:", "hub:a/b/c", "hub:../m"])

@@ -16,7 +16,7 @@ from samples import read_lines, revisions
 from factpatch.data.revisions import Revision, edit_of, own_forms
 from factpatch.editors import GradientStep
 from factpatch.errors import InputError
-from factpatch.evaluation import MERGES, Together, evaluate, sampled
+from factpatch.evaluation import MERGES, Together, evaluate, sample_edits
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.evaluation.summary import Summary
 from factpatch.evaluation.together import count_groups, count_joint_edits
@@ -26,7 +26,7 @@ from factpatch.models import Seq2Seq, TaskModel
 
 def many(model: TaskModel, count: int) -> tuple[list[Revision], list[Revision]]:
     known = [replace(r, id=f"{n}-{r.id}") for n in range(2) for r in revisions(model, 24, seed=n)]
-    return sampled(model, known, count, 15, 0)
+    return sample_edits(model, known, count, 15, 0)
 
 
 def test_groups_cover_a_fixed_number_of_edits() -> None:
@@ -128,7 +128,7 @@ def test_another_way_of_merging_is_one_entry(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(MERGES, "first", first)
     evaluate(loud_editor(model), model, edits, others, tmp_path, {}, together=Together((2,), "first", others[:3]))
     assert seen == [(2, 2, 3)] * 2
-    with pytest.raises(InputError, match="no way to merge called 'mean'; choose one of sum"):
+    with pytest.raises(InputError, match="no merge called 'mean'; choose one of sum"):
         Together((2,), "mean")
 
 

@@ -1,4 +1,4 @@
-"""Experiments as TOML files: steps, the values they are repeated for, and which step needs which."""
+"""Reads experiments from TOML files: their steps, the values that steps are repeated for, and dependencies."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PLACES = ("data", "models", "out")  # names for the folders of data and models, 
 
 
 class Text(string.Template):
-    """Text with names: $seed, or ${train.jsonl} for names with dots, dashes and slashes."""
+    """Text with placeholders: $seed, or ${train.jsonl} for names with dots, dashes and slashes."""
 
     idpattern = r"[a-z][a-z0-9_]*"
     braceidpattern = r"[a-z][a-z0-9_./-]*"
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """Replaces the names that have a value."""
+        """Replaces the placeholders that have a value."""
         return self.safe_substitute(values)
 
 
@@ -36,7 +36,7 @@ class Step:
 
     experiment: str
     group: str  # its name in the TOML file, which all steps of one `each` share
-    name: str  # of what it writes
+    name: str  # name of the file or folder that it writes
     run: str  # the command, in which names of steps stand for what they write
     values: Mapping[str, str] = field(default_factory=dict)  # one value for each name in `each`
     best: str | None = None  # a group of steps, the best of which gives this step its values
@@ -50,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Experiment:
-    """The steps of a TOML file, and the tables to make of them."""
+    """The steps of a TOML file, and the tables to make from their results."""
 
     name: str
     steps: list[Step]
@@ -67,7 +67,7 @@ def read_experiments(folder: Path) -> dict[str, Experiment]:
 
 
 def _inherited(spec: dict[str, Any], specs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Adds the steps of the experiment that `like` names, with this one's variables, as far as its tables need them."""
+    """Adds the steps of the experiment that `like` names, if this one needs them, with this one's variables."""
     if "like" not in spec:
         return spec
     if spec["like"] not in specs:
@@ -102,7 +102,7 @@ def _experiment(name: str, spec: dict[str, Any]) -> Experiment:
 
 
 def _filled(run: str, variables: Mapping[str, str]) -> str:
-    """A command with its variables, which may contain other variables."""
+    """Fills in the variables of a command. Variables may contain other variables."""
     for _ in variables:
         run = Text(run).fill(variables)
     return run
@@ -129,7 +129,7 @@ def _expanded(experiment: str, one: dict[str, Any], spec: dict[str, Any]) -> Ite
 
 
 class Plan:
-    """All steps, where they read and write, and which of them need which."""
+    """All steps, the paths that they read and write, and their dependencies."""
 
     def __init__(self, experiments: Mapping[str, Experiment], data: Path, models: Path, work: Path):
         self.data, self.models, self.work = data, models, work
@@ -138,7 +138,7 @@ class Plan:
             self.needs(step)  # refuses unknown names before anything is run
 
     def matching(self, step: Step, name: str) -> list[Step]:
-        """The steps that a name stands for: those of the group whose values do not contradict the step's own."""
+        """Returns the steps that a name stands for: those of the group whose values agree with the step's own."""
         experiment, _, group = name.rpartition("/")
         experiment = experiment or step.experiment
         found = [other for other in self.steps.values() if (other.experiment, other.group) == (experiment, group)]
@@ -147,15 +147,15 @@ class Plan:
         return [o for o in found if all(o.values[k] == v for k, v in step.values.items() if k in o.values)]
 
     def needs(self, step: Step) -> list[Step]:
-        """The steps that have to be finished before a step."""
+        """Returns the steps that have to be finished before a step."""
         return [*self.tried(step), *self.reads(step)]
 
     def tried(self, step: Step) -> list[Step]:
-        """The steps, the best of which gives a step its values."""
+        """Returns the candidates, of which the best gives a step its values."""
         return self.matching(step, step.best) if step.best else []
 
     def reads(self, step: Step) -> list[Step]:
-        """The steps whose output a step reads."""
+        """Returns the steps whose output a step reads."""
         given = {*PLACES, *(name for other in self.tried(step) for name in other.values)}
         names = [name for name in Text(step.run).get_identifiers() if name not in given]
         return [other for name in names for other in self.matching(step, name)]
@@ -164,17 +164,17 @@ class Plan:
         return self.work / step.experiment / step.name
 
     def text(self, step: Step, chosen: Mapping[str, str]) -> str:
-        """The command with the chosen values, but with names instead of paths."""
+        """Returns the command with the chosen values, but with names instead of paths."""
         return Text(step.run).fill(chosen)
 
     def shown(self, step: Step, chosen: Mapping[str, str] | None = None) -> str:
-        """The command for readers, without this machine's folders. Values that are not chosen yet are in capitals."""
+        """Returns the command for readers, without this machine's folders. Values not chosen yet are in capitals."""
         names = [name for other in self.tried(step) for name in other.values if name not in step.values]
         chosen = chosen or {name: name.upper() for name in names}
         return self.generalised(shlex.join(["factpatch", *self.command(step, chosen)]))
 
     def command(self, step: Step, chosen: Mapping[str, str]) -> list[str]:
-        """The arguments of factpatch. A word that names several steps becomes several words."""
+        """Returns the arguments of factpatch. A word that names several steps becomes several words."""
 
         def paths(name: str) -> list[str]:
             if name == "out":
@@ -193,16 +193,16 @@ class Plan:
         return words
 
     def files(self, step: Step, chosen: Mapping[str, str]) -> dict[str, Path]:
-        """The data and models that a step reads, by their names in the command."""
+        """Returns the paths of the data and models that a step reads, by their names in the command."""
         words = [word for word in shlex.split(self.text(step, chosen)) if word.startswith(("$data", "$models"))]
         found = {word: Path(Text(word).substitute(data=self.data, models=self.models)) for word in words}
         for path in found.values():
             if not path.exists():
-                raise InputError(f"expected a file or folder at {path}; see --data and --models")
+                raise InputError(f"expected a file or folder at {path}, found nothing; check --data and --models")
         return found
 
     def generalised(self, text: str) -> str:
-        """Text in which this machine's folders are replaced by general names."""
+        """Replaces this machine's folders in a text with general names."""
         for folder, name in ((self.work, "runs"), (self.data, "data"), (self.models, "models")):
             text = text.replace(f"{folder}/", f"{name}/")
         return text

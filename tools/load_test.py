@@ -31,7 +31,7 @@ WAIT = 60.0  # seconds after which a request counts as an error
 
 @dataclass
 class Record:
-    """What the clients have seen."""
+    """The measurements and errors of all clients."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     errors: list[str] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Client:
 
 
 async def asker(url: str, record: Record, facts: list[world.Fact], seed: int, end: float) -> None:
-    """Asks facts that nobody changes, whose answers must therefore stay."""
+    """Asks about facts that nobody changes, so their answers must stay the same."""
     rng = random.Random(seed)
     async with Client(url, record) as client:
         while time.perf_counter() < end and not client.writer.is_closing():
@@ -123,7 +123,7 @@ async def correct(client: Client, record: Record, question: str, target: str, ke
 
 
 async def expect(client: Client, record: Record, question: str, answer: str, why: str) -> None:
-    """Asks as any other client could, and records a wrong answer as an error."""
+    """Asks a question like any other client, and records an unexpected answer as an error."""
     found = await client.send("ask", question=question)
     if found is not None and not same(found["answers"][0]["text"], answer):
         record.errors.append(f"{question}: {why}, so expected {answer}, found {found['answers'][0]['text']}")
@@ -162,7 +162,7 @@ def recorded(url: str) -> set[tuple[str, str]]:
 
 
 async def load_then_kill(url: str, process: subprocess.Popen[str], options: argparse.Namespace) -> Record:
-    """A few more seconds of load, during which the service is killed; what it had confirmed must survive."""
+    """Puts load on the service for a few more seconds and kills it; facts that it had confirmed must survive."""
     record = Record()
     short = argparse.Namespace(**{**vars(options), "seconds": 5, "seed": options.seed + 1})
 

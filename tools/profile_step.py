@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def leave_out(names: list[str], model: TaskModel) -> None:
-    """Replaces these kernels by torch's own."""
+    """Replaces these kernels with torch's own."""
     if "attention" in names:
         model.model.set_attn_implementation("sdpa")
     if "norm" in names:

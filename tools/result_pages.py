@@ -1,7 +1,8 @@
 """Writes tables, settings and commands of experiments into the pages of docs, from the records in docs/results/runs.
 
-A page says where they belong: `<!-- table NAME -->`, `<!-- settings EXPERIMENT -->` or `<!-- commands EXPERIMENT -->`,
-each with `<!-- end -->` below. What stands between the two is replaced, and all other text stays.
+Marks in a page say where they belong: `<!-- table NAME -->`, `<!-- settings EXPERIMENT -->` or
+`<!-- commands EXPERIMENT -->`, each followed by `<!-- end -->`. The text between the two is replaced; all other text
+stays.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Row:
     records: list[Record]
 
     def results(self, facts: int | None = None) -> list[Record]:
-        """The results of all seeds: of single edits, or of `facts` facts edited together."""
+        """Returns the results of all seeds, for single edits or for `facts` facts edited together."""
         found = [record["result"] for record in self.records]
         curves = [{point["facts"]: point for point in result.get("curve", [])} for result in found]
         return found if facts is None else [curve[facts] for curve in curves if facts in curve]
@@ -89,7 +90,7 @@ class Pages:
         steps = [s for s in experiment.steps if s.group == row["step"] and where.items() <= s.values.items()]
         if not steps:
             raise InputError(
-                f"experiment {experiment.name}: a table names the step {row['step']}, which does not exist"
+                f"experiment {experiment.name}: a table names the step {row['step']}, which does not exist; correct it"
             )
         found = [record for step in steps if (record := self._record(step.key))]
         return Row(row["label"], row.get("paper", ()), found)
@@ -99,7 +100,7 @@ class Pages:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def _training(self, rows: Sequence[Row]) -> str:
-        """How long the editors of a table were trained, at most; nothing if no row has an editor."""
+        """Describes how long the editors of a table were trained, at most; empty if no row has an editor."""
         times = []
         for row in rows:
             read = [self._record(key) for record in row.records for key in record["identity"]["inputs"]]
@@ -108,7 +109,7 @@ class Pages:
         return f" Minutes of training, at most: {', '.join(times)}." if times else ""
 
     def settings(self, experiment: Experiment) -> str:
-        """The settings that were compared on training data, and their figures there."""
+        """Lists the settings that were compared on training data, and their results there."""
         groups = {step.best: step for step in experiment.steps if step.best}
         parts = [self._tried(step, str(name)) for name, step in groups.items()]
         for step in experiment.steps:
@@ -130,14 +131,14 @@ class Pages:
         return f"{title}\n\n{_grid([*best.values, *keys], lines)}"
 
     def commands(self, experiment: Experiment) -> str:
-        """All commands, those of one group once. Values that are still to be chosen are in capitals."""
+        """Lists all commands, with one per group. Values that are still to be chosen are in capitals."""
         groups: dict[str, list[Step]] = {}
         for step in experiment.steps:
             groups.setdefault(step.group, []).append(step)
         return "```\n" + "".join(map(self._command, groups.values())) + "```\n"
 
     def _command(self, steps: Sequence[Step]) -> str:
-        """The command of the first step of a group, below comments on the others."""
+        """Returns the command of a group's first step, below comments on the other steps."""
         step = steps[0]
         each = [f"{name}: {', '.join(dict.fromkeys(s.values[name] for s in steps))}" for name in step.values]
         notes = [f"for each {'; '.join(each)}"] if each else []
@@ -147,12 +148,12 @@ class Pages:
         return "".join(f"{line}\n" for line in [*lines, _folded(_arguments(command), " \\\n    ")])
 
     def rewritten(self, text: str) -> str:
-        """A page's text, with everything between its marks made again."""
+        """Returns a page's text with everything between its marks written anew."""
         return MARKED.sub(lambda found: f"{found[1]}\n{self.content(found[2], found[3])}\n{found[4]}", text)
 
 
 def write_pages(plan: Plan, experiments: Iterable[Experiment], docs: Path) -> None:
-    """Replaces what stands between the marks of all pages."""
+    """Rewrites the text between the marks of all pages."""
     pages = Pages(plan, experiments, docs / "results" / "runs")
     for path in sorted(docs.rglob("*.md")):
         old = path.read_text(encoding="utf-8")
@@ -172,7 +173,7 @@ def _refuse_unequal(name: str, rows: Sequence[Row]) -> None:
 
 
 def _cells(row: Row, columns: Sequence[str]) -> list[str]:
-    """For each column, our mean over seeds and the published figure."""
+    """Returns, for each column, our mean over seeds and the published figure."""
     published = ["" if value is None else f"{value:.2f}" for value in row.paper] or [""] * len(columns)
     return [text for key, paper in zip(columns, published, strict=True) for text in (_mean(row.results(), key), paper)]
 
@@ -190,7 +191,7 @@ def _mean(results: Sequence[Record], key: str) -> str:
 
 
 def _spread(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """The 95 % intervals and the range over seeds, in tables that are narrow enough for a page."""
+    """Returns the 95 % intervals and the range over seeds, in tables that are narrow enough for a page."""
     parts = -(-len(columns) // WIDEST)
     size = -(-len(columns) // parts)
     return [_spread_of(rows, columns[start : start + size]) for start in range(0, len(columns), size)]
@@ -206,7 +207,7 @@ def _spread_of(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 
 def _interval(row: Row, key: str) -> str:
-    """The 95 % interval over edits; with several seeds, the means of its bounds."""
+    """Returns the 95 % interval over edits; with several seeds, the means of its bounds."""
     found = [result["intervals"][key] for result in row.results() if key in result["intervals"]]
     return f"[{', '.join(METRICS[key].show(mean(bounds)) for bounds in zip(*found, strict=True))}]" if found else "-"
 
@@ -217,7 +218,7 @@ def _range(row: Row, key: str) -> str:
 
 
 def _conditions(rows: Sequence[Row]) -> str:
-    """One sentence on what all rows of a table have in common."""
+    """Describes the conditions that all rows of a table have in common."""
     records = [record for row in rows for record in row.records]
     first = records[0]
     dates = sorted({record["date"][:10] for record in records})
@@ -239,7 +240,7 @@ def _grid(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _folded(parts: Iterable[str], joint: str = "\n") -> str:
-    """Parts on lines of at most 120 characters."""
+    """Joins parts to lines of at most 120 characters."""
     lines = [""]
     for part in parts:
         if lines[-1] and len(lines[-1]) + len(part) + len(joint) > WIDTH:
@@ -250,7 +251,7 @@ def _folded(parts: Iterable[str], joint: str = "\n") -> str:
 
 
 def _arguments(command: str) -> list[str]:
-    """The arguments of a command, each option together with its value."""
+    """Splits a command into its arguments, each option together with its value."""
     parts: list[str] = []
     for word in shlex.split(command):
         if parts and parts[-1].startswith("--") and " " not in parts[-1] and not word.startswith("--"):

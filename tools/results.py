@@ -2,9 +2,9 @@
 
 An experiment is a TOML file of steps. A step is one factpatch command, which writes one file or folder. A step is
 skipped if its command, its `version` and the content of all files that it reads are the same as when it last ran.
-The package's code is deliberately not among these, since an edited comment must not cost hours of GPU time: raise
-`version` after a change of the code that changes results. `--dry-run` names the steps that other code has made.
-docs/results/README.md describes the form of the TOML files.
+A change of the package's code alone does not rerun a step, because most changes do not affect results and a rerun can
+cost hours of GPU time: raise `version` after a change that does. `--dry-run` names the steps that were run by other
+code. docs/results/README.md describes the format of the TOML files.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def call_factpatch(words: Sequence[str], log: Path) -> str:
 
 
 class Runner:
-    """Runs the steps of a plan. Each step's record, with what it read and what it printed, is a JSON file."""
+    """Runs the steps of a plan. What a step read and printed is recorded in a JSON file, its record."""
 
     def __init__(self, plan: Plan, call: Call = call_factpatch):
         self.plan = plan
@@ -128,7 +128,7 @@ class Runner:
         return "done"
 
     def chosen(self, step: Step) -> dict[str, str]:
-        """The values that a step takes from the best of the steps that its `best` names."""
+        """Returns the values that a step takes from the best of the steps that its `best` names."""
         if step.best is None:
             return {}
         best = max(self.plan.tried(step), key=lambda other: self._score(other, step.by))
@@ -137,17 +137,17 @@ class Runner:
     def _score(self, step: Step, by: Sequence[str]) -> float:
         result = self.record(step).get("result", {})
         if missing := [key for key in by if result.get(key) is None]:
-            raise InputError(f"{step.key} has no {missing[0]} to choose by; change `by`")
+            raise InputError(f"the result of {step.key} has no {missing[0]} to choose by; change `by`")
         return sum(result[key] for key in by)
 
     def _identity(self, step: Step, chosen: dict[str, str]) -> dict[str, Any]:
-        """Everything that a step's output depends on. Where data and models lie is not part of it."""
+        """Returns everything that a step's output depends on, but not the paths of data and models."""
         inputs = {need.key: self.record(need).get("output") for need in self.plan.reads(step)}
         inputs |= {name: self._hash(path) for name, path in self.plan.files(step, chosen).items()}
         return {"run": self.plan.text(step, chosen), "version": step.version, "inputs": dict(sorted(inputs.items()))}
 
     def _hash(self, path: Path, fresh: bool = False) -> str:
-        """sha256 of a file, or of all files of a folder."""
+        """Returns the sha256 of a file, or of all files of a folder."""
         if fresh or path not in self.hashes:
             files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
             parts = [f"{file.relative_to(path)} {content_hash(file)}" for file in files]
@@ -155,7 +155,7 @@ class Runner:
         return self.hashes[path]
 
     def _results(self, output: Path, printed: str) -> dict[str, Any]:
-        """What a step printed, and its summary.json without the same numbers. Local paths are made general."""
+        """Returns what a step printed, and its summary.json without these numbers. Local paths get general names."""
         found: dict[str, Any] = {"result": json.loads(printed.strip() or "{}")}
         if (output / "summary.json").is_file():
             summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
@@ -181,7 +181,7 @@ class Runner:
         if outcome == "failed":
             return f"failed: {self.errors[key]}"
         if outcome == "skipped":
-            return "unchanged" + ("" if record["code"] == code_hash() else ", but made by other code")
+            return "unchanged" + ("" if record["code"] == code_hash() else ", but run by other code")
         if outcome == "blocked":
             return "blocked by a step that failed"
         keys = ("accuracy", "exact_match", "success", "retain", "equivalence", "equivalence_human")
@@ -213,7 +213,7 @@ def _remove(path: Path) -> None:
 
 @cache
 def machine() -> str:
-    """The GPU, if there is one, and the number of CPU cores."""
+    """Describes this machine: its GPU, if there is one, and the number of CPU cores."""
     gpu = ""
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -223,7 +223,7 @@ def machine() -> str:
 
 @cache
 def code_hash() -> str:
-    """sha256 of the package's code without comments and docstrings."""
+    """Returns the sha256 of the package's code without comments and docstrings."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "src").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -236,7 +236,7 @@ def code_hash() -> str:
 
 
 def selected(plan: Plan, only: Sequence[str]) -> list[Step]:
-    """The steps of experiments, or single ones such as fact-checking/model, and all that they need."""
+    """Returns the steps of these experiments, or single steps such as fact-checking/model, and all that they need."""
 
     def with_needs(steps: Sequence[Step]) -> Iterator[Step]:
         for step in steps:
@@ -255,7 +255,7 @@ def selected(plan: Plan, only: Sequence[str]) -> list[Step]:
 def main(arguments: Sequence[str] | None = None, call: Call = call_factpatch) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="*", default=[], metavar="NAME", help="experiments or single steps, and their needs"
+        "--only", nargs="*", default=[], metavar="NAME", help="run only these experiments or steps, and what they need"
     )
     parser.add_argument("--list", action="store_true", help="list the experiments and their steps")
     parser.add_argument("--dry-run", action="store_true", help="list what would be run, resumed and skipped")

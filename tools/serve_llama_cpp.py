@@ -1,8 +1,8 @@
-"""Converts an adapter to llama.cpp's format GGUF, and answers a prompt by llama.cpp without and with it.
+"""Converts an adapter to GGUF, llama.cpp's format, and answers a prompt with llama.cpp, without and with the adapter.
 
 python tools/serve_llama_cpp.py MODEL.gguf ADAPTER --output ADAPTER.gguf --prompt "The capital of Burundi is"
 
-Needs the packages llama-cpp-python, gguf and safetensors, and neither torch nor factpatch.
+Needs the packages llama-cpp-python, gguf and safetensors, but neither torch nor factpatch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def convert(adapter: Path, model: str, output: Path) -> None:
-    """Writes an adapter as GGUF. The GGUF file of its base model tells the architecture and the names of weights."""
+    """Writes an adapter as GGUF. The architecture and the weights' names come from the base model's GGUF file."""
     base = gguf.GGUFReader(model)
 
     def field(key: str) -> Any:
@@ -57,7 +57,7 @@ def convert(adapter: Path, model: str, output: Path) -> None:
         module, factor = key.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".", 1)
         name = names.get_name(module)
         if name is None:
-            raise SystemExit(f"llama.cpp has no name for {module} in models of the architecture {architecture}")
+            raise SystemExit(f"cannot convert {module}: llama.cpp has no such weight in {architecture} models")
         if architecture == "llama" and factor == "lora_B" and module.endswith(("q_proj", "k_proj")):
             tensor = interleaved(tensor, heads if module.endswith("q_proj") else key_heads)
         writer.add_tensor(f"{name}.weight.{factor.lower()}", np.ascontiguousarray(tensor))
@@ -70,8 +70,8 @@ def convert(adapter: Path, model: str, output: Path) -> None:
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     """Orders the outputs of q and k as llama.cpp does in models of the Llama family.
 
-    Rotary embeddings rotate pairs of outputs. transformers pairs the two halves of a head, llama.cpp neighbours. A
-    permutation of W's outputs permutes the rows of B in W + B A.
+    Rotary embeddings rotate pairs of outputs. transformers pairs an output of a head's first half with one of its
+    second half; llama.cpp pairs adjacent outputs. A permutation of W's outputs permutes the rows of B in W + B A.
     """
     pairs = rows.reshape(heads, 2, len(rows) // heads // 2, -1)  # (heads, halves, pairs, rank)
     return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,4 +1,4 @@
-"""Answers a prompt by PEFT, without an adapter and with each of the given ones, which are swapped at run time.
+"""Answers a prompt with PEFT, without an adapter and with each of the given ones, which are swapped at run time.
 
 python tools/serve_peft.py MODEL ADAPTER... --prompt "The capital of Burundi is"
 """

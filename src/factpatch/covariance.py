@@ -27,8 +27,8 @@ FLOOR = 1e-3  # added to the diagonal, as a multiple of its mean
 BYTES_PER_PASS = {"cpu": 1 << 30, "cuda": 8 << 30}  # memory for the sums that are computed in one pass over the texts
 
 Example = tuple[str, str]  # a text, and the answer that the decoder of an encoder-decoder reads
-Visit = Callable[[list[int], str, Tensor], None]
-Under = Callable[[list[int]], Mapping[str, Delta]]
+Visit = Callable[[list[int], str, Tensor], None]  # called with a batch's indices, a weight name and the layer's inputs
+Under = Callable[[list[int]], Mapping[str, Delta]]  # maps a batch's indices to the changes that the batch runs under
 
 
 @torch.inference_mode(False)
@@ -51,8 +51,8 @@ def visit_inputs(
                 x = args[0]
                 if len(indices) > 1 and x.dim() > 2 and x.shape[0] != len(indices):
                     raise ModelError(
-                        f"{name} gets inputs of shape {tuple(x.shape)}, whose first dimension is not the texts; "
-                        "models of this architecture cannot be edited"
+                        f"{name} gets inputs of shape {tuple(x.shape)}, whose first dimension is not the texts of the "
+                        "batch; models of this architecture cannot be edited"
                     )
                 visit(indices, name, x.reshape(len(indices), -1, x.shape[-1]))
 
@@ -153,7 +153,7 @@ class Covariance:
         return cls(model.fingerprint, sample_hash(sample), len(sample), moments, readers)
 
     def of(self, name: str, device: torch.device) -> Tensor:
-        """C of the inputs that a weight reads, in float64, with a floor on its diagonal: (in, in).
+        """Returns C of the inputs that a weight reads, in float64, with a floor on its diagonal: (in, in).
 
         After a layer norm, inputs never point in some directions. Without the floor, changes in these directions would
         cost nothing, yet they take effect once an edit moves an activation there.
@@ -173,7 +173,7 @@ class Covariance:
             width = weight_shape(model.layers[name])[1] if name in model.layers else None
             C = self.moments[key]
             if C.shape != (width, width) or C.dtype not in (torch.float32, torch.float64) or not C.isfinite().all():
-                raise FileError(f"the covariance of {name} is damaged: it is not a matrix of its inputs")
+                raise FileError(f"the covariance of {name} is damaged: wrong shape or invalid values; compute it again")
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file."""
@@ -193,14 +193,14 @@ class Covariance:
 
 
 def checked_readers(found: Any, moments: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns `found` if it maps names of weights to keys of `moments`. Otherwise a ValueError says why not."""
+    """Returns `found` if it maps names of weights to keys of `moments`. Raises a ValueError otherwise."""
     if not isinstance(found, dict) or not all(isinstance(key, str) and key in moments for key in found.values()):
         raise ValueError("it lacks the moments of some weights")
     return found
 
 
 def sample_hash(texts: Iterable[str]) -> str:
-    """Identifies a sample of texts, whatever their order."""
+    """Returns a hash that identifies a sample of texts, whatever their order."""
     return hashlib.sha256(json.dumps(sorted(texts)).encode()).hexdigest()
 
 

@@ -78,7 +78,7 @@ Delta = LowRank | Dense
 
 
 def from_tensors(tensors: dict[str, Tensor]) -> Delta:
-    """The inverse of `.tensors`. Raises a ValueError if the tensors are not a change of one weight."""
+    """Builds a change from its `tensors`. Raises a ValueError if these are not a change of one weight."""
     if tensors.keys() == {"delta"} and tensors["delta"].dim() == 2 and tensors["delta"].numel():
         return Dense(tensors["delta"])
     if tensors.keys() == {"A", "B"}:
@@ -90,7 +90,7 @@ def from_tensors(tensors: dict[str, Tensor]) -> Delta:
 
 
 def add(first: Delta, second: Delta) -> Delta:
-    """The sum of two changes: factors are concatenated as long as they are smaller than a dense matrix."""
+    """Adds two changes. Factors are concatenated as long as they are smaller than a dense matrix."""
     out, in_ = first.shape
     factors_are_smaller = (first.rank + second.rank) * (out + in_) < out * in_
     if factors_are_smaller and isinstance(first, LowRank) and isinstance(second, LowRank):
@@ -99,7 +99,7 @@ def add(first: Delta, second: Delta) -> Delta:
 
 
 def scaled(change: Delta, factor: float) -> Delta:
-    """The change multiplied by a number."""
+    """Multiplies a change by a number."""
     return LowRank(change.A, change.B * factor) if isinstance(change, LowRank) else Dense(change.delta * factor)
 
 
@@ -130,7 +130,7 @@ def unstack(stacks: Mapping[str, LowRank]) -> list[dict[str, LowRank]]:
 
 
 def _used(factor: Tensor, rows: Tensor) -> Tensor:
-    """A copy of the used rows: usually all of them, or all but the padding before the last."""
+    """Copies the used rows. These are usually all rows, or all but the padding before the last row."""
     tokens = int(rows[:-1].sum())
     if rows.all():
         return factor.clone()
@@ -140,7 +140,7 @@ def _used(factor: Tensor, rows: Tensor) -> Tensor:
 
 
 def aligned(rank: int, like: Tensor) -> int:
-    """The rank rounded up to a multiple of eight on a GPU, whose tensor cores multiply eight numbers at a time."""
+    """Rounds a rank up to a multiple of eight on a GPU, whose tensor cores multiply eight numbers at a time."""
     return rank + (-rank % 8 if like.is_cuda else 0)
 
 

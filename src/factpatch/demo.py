@@ -71,7 +71,7 @@ def demonstrate_together(
 ) -> dict[str, Any]:
     """Measures all revisions at the same time: through a ledger and its scope, and in the world's merged patch.
 
-    One more fact is added to the ledger and removed, each time until the ledger's merged patch is ready.
+    Also times how long it takes to add one more fact to the ledger, and to remove it, until its merged patch is ready.
     """
     controls = control_facts(model, seed + 1, CONTROLS_TOGETHER, world.spare())
     known = {question_of(fact): fact.answer for fact in random.Random(seed).sample(world.facts(), OTHERS)}
@@ -145,7 +145,7 @@ def tidy_question(question: str) -> str:
 def control_facts(
     model: TaskModel, seed: int, count: int | None = CONTROLS, facts: Sequence[world.Fact] = ()
 ) -> list[Revision]:
-    """Returns a sample of the facts, or all, each with the model's answer. Default: of all facts of the world."""
+    """Returns `count` random facts (None means all), each with the model's answer. Default: 15 of all facts."""
     facts = facts or world.facts()
     sample = facts if count is None else random.Random(seed).sample(facts, min(count, len(facts)))
     answers = model.predict([question_of(fact) for fact in sample])

@@ -18,7 +18,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def find_device(name: str | None = None) -> torch.device:
-    """The device of that name. Default: a GPU if one is available, otherwise the CPU."""
+    """Returns the device with this name. Default: a GPU if one is available, otherwise the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -28,16 +28,17 @@ def find_device(name: str | None = None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f"expected a device such as cpu or cuda:0, found {name!r}, which is not supported")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"{name} was asked for, but this machine has no usable CUDA GPU; use --device cpu")
+        raise DeviceError(f"{name} was requested, but this machine has no usable CUDA GPU; use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(f"{name} was asked for, but this machine has {torch.cuda.device_count()} CUDA GPUs")
+        count = torch.cuda.device_count()
+        raise DeviceError(f"{name} was requested, but this machine has {count} CUDA GPUs; count them from cuda:0")
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # Accelerate uses the current device
     return device
 
 
 def find_dtype(precision: str | None, device: str | None) -> torch.dtype:
-    """The precision of that name. Default: bf16 on a GPU, fp32 on a CPU."""
+    """Returns the dtype of the precision with this name. Default: bf16 on a GPU, fp32 on a CPU."""
     precision = precision or ("bf16" if find_device(device).type == "cuda" else "fp32")
     if precision not in PRECISIONS:
         raise InputError(f"expected one of the precisions {', '.join(PRECISIONS)}, found {precision!r}")
@@ -45,7 +46,7 @@ def find_dtype(precision: str | None, device: str | None) -> torch.dtype:
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """The versions and the device to record with a result."""
+    """Returns the software versions and the device, to be recorded with a result."""
     import transformers
 
     from factpatch import __version__
@@ -72,7 +73,7 @@ def use_free_cores(model: Any) -> None:
 
 
 def idle_cores(seconds: float = 0.2) -> int:
-    """The number of cores that are idle now, out of those that this process may use; at least one."""
+    """Returns the number of cores that are idle now, out of those that this process may use; at least one."""
     if not Path("/proc/stat").exists():
         return max(1, (os.cpu_count() or 1) - round(os.getloadavg()[0]))
     before = _core_times()
@@ -84,7 +85,7 @@ def idle_cores(seconds: float = 0.2) -> int:
 
 
 def _core_times() -> list[tuple[int, int]]:
-    """Idle and total time of each core that this process may use, since the machine was started."""
+    """Returns the idle and the total time of each core that this process may use, since the machine was started."""
     lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
     times = {line[0]: list(map(int, line[1:9])) for line in lines if line[0].startswith("cpu")}
     return [(sum(times[f"cpu{core}"][3:5]), sum(times[f"cpu{core}"])) for core in sorted(os.sched_getaffinity(0))]

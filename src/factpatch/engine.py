@@ -111,7 +111,7 @@ def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iter
 
 
 def _run_folded(layer: nn.Linear, delta: Dense) -> Callable[[Tensor], Tensor]:
-    """Makes one product with the changed weight, instead of one with the weight and one with its change."""
+    """Returns a forward that makes one product with W + ΔW, instead of one with W and one with ΔW."""
 
     def changed() -> Tensor:
         return layer.weight + delta.delta[0].to(layer.weight)
@@ -178,7 +178,7 @@ def _edited_product(layer: nn.Module, x: Tensor, A: Tensor, B: Tensor) -> tuple[
 
 
 def _has_kernel(layer: nn.Module, x: Tensor, factor: Tensor) -> bool:
-    """Whether the kernel applies: a plain layer in half precision, a low rank, and enough rows to fill its tiles."""
+    """Returns True if the kernel applies: a plain half-precision layer, a low rank, and enough rows to fill tiles."""
     return (
         type(layer) is nn.Linear
         and x.dtype == layer.weight.dtype
@@ -195,11 +195,11 @@ def _per_edit(x: Tensor, stack: Tensor) -> Tensor:
 
 
 def _check_rows_first(name: str, x: Tensor, holds: bool) -> None:
-    """Raises a ModelError if the first dimension of a layer's inputs is not the rows, by which edits are separated."""
+    """Raises a ModelError if the first dimension of a layer's inputs is not the rows: edits are told apart by rows."""
     if not holds:
         raise ModelError(
             f"{name} gets inputs of shape {tuple(x.shape)}, whose first dimension is not the texts of the batch; "
-            "several edits of a model of this architecture cannot run together"
+            "models of this architecture cannot run several edits at once"
         )
 
 

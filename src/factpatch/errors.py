@@ -30,5 +30,5 @@ class TrainingError(FactpatchError):
 
 
 def reason(error: BaseException) -> str:
-    """The first line of another package's error, for the end of a message of ours."""
+    """Returns the first line of another package's error, to be quoted in one of our messages."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -26,7 +26,7 @@ class FactEdit:
 
     @classmethod
     def from_dict(cls, found: Any) -> FactEdit:
-        """The inverse of `to_dict`. Anything else raises a ValueError."""
+        """Builds an edit from what `to_dict` returned. Raises a ValueError for anything else."""
         if not isinstance(found, dict):
             raise ValueError(f"expected an edit, found {type(found).__name__}")
         for key, value in found.items():
@@ -58,13 +58,13 @@ _DROPPED = _Dropped()
 
 @lru_cache(maxsize=1 << 18)  # evaluation compares the same few answers and inputs millions of times
 def normalize(text: str) -> str:
-    """The form in which answers and inputs are compared: NFC, lower case, no punctuation, no spaces."""
+    """Returns the form in which answers and inputs are compared: NFC, lower case, no punctuation, no spaces."""
     text = unicodedata.normalize("NFC", text).lower()
     return text.translate(_DROPPED) or text.strip()
 
 
 def same(a: str, b: str) -> bool:
-    """Whether two texts are equal after normalising."""
+    """Returns True if two texts are equal after normalising."""
     return normalize(a) == normalize(b)
 
 

@@ -41,7 +41,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def new_file(path: str | Path) -> Iterator[Path]:
-    """Yields a scratch path beside `path`; the file written there becomes `path`, unless that exists by then."""
+    """Yields a scratch path beside `path`; the file written there becomes `path`, unless `path` exists by then."""
     path = checked_target(path)
     with as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _move_files(files: list[Path], folder: Path) -> None:
             names = [one.name for one in files]
             raise FileError(
                 f"cannot write {folder / file.name}: {error.strerror}. Replaced: {', '.join(names[:done])}; "
-                f"not replaced: {', '.join(names[done:])}. Free the path and try again"
+                f"not replaced: {', '.join(names[done:])}. Fix this and try again"
             ) from error
 
 
@@ -145,7 +145,7 @@ def read_safetensors(path: str | Path, kind: str, form: str) -> tuple[dict[str, 
     except (SafetensorError, OSError) as error:
         raise FileError(f"{path} is not a readable {kind} file; it may be truncated ({error})") from error
     if (found := metadata.get("format", "none")) != form:
-        raise FileError(f"{path} is not a readable {kind} file: expected format {form}, found {found}")
+        raise FileError(f"{path} is not a {kind} file: expected format {form}, found {found}; check the path")
     return metadata, tensors
 
 
@@ -166,7 +166,7 @@ def refuse_gz(path: str | Path) -> None:
 
 
 def checked_target(path: str | Path) -> Path:
-    """The path to write to, with links resolved. A folder, a device or a pipe raises a FileError."""
+    """Returns the path to write to, with links resolved. Raises a FileError for a folder, a device or a pipe."""
     path = Path(path)
     with as_file_errors(path):
         if path.is_dir():
@@ -178,7 +178,7 @@ def checked_target(path: str | Path) -> Path:
 
 
 def _resolved(path: Path) -> Path:
-    """The path behind a link; other paths as they are."""
+    """Resolves a link. Any other path is returned unchanged."""
     try:
         return path.resolve() if path.is_symlink() else path
     except RuntimeError:
@@ -186,7 +186,10 @@ def _resolved(path: Path) -> Path:
 
 
 def _scratch_prefix(path: Path) -> str:
-    """How the names of scratch files for a path begin. Names have at most 255 bytes, and a character at most four."""
+    """Returns the prefix of the names of scratch files for a path.
+
+    Long names are cut: a file name has at most 255 bytes, and a character takes up to four.
+    """
     return f".{path.name[:50]}."
 
 
@@ -205,7 +208,7 @@ def _refuse_foreign_files(folder: Path, ours: set[str]) -> None:
 
 
 def content_hash(path: str | Path) -> str:
-    """sha256 of a file's content."""
+    """Returns the sha256 of a file's content."""
     try:
         with Path(path).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -235,9 +238,7 @@ def as_file_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise FileError(
-            f"cannot write {path}: {reason}. Nothing was changed there; free the path and try again"
-        ) from error
+        raise FileError(f"cannot write {path}: {reason}. Nothing was changed there; fix this and try again") from error
 
 
 def _sync(path: Path, target: Path | None = None) -> None:

@@ -14,7 +14,7 @@ EDITOR = ("config.json", "editor.safetensors")
 
 
 def locate(name: str | Path, *files: str) -> Path:
-    """The path itself or, for a name on the hub, the local folder into which these files of it were downloaded."""
+    """Returns a local path unchanged. For a name on the hub, downloads these files and returns their local folder."""
     if str(name).startswith(PREFIX):
         return _download(str(name), files)
     path = Path(name)

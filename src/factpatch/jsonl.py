@@ -115,7 +115,7 @@ def _has_lone_surrogates(record: dict[str, Any]) -> bool:
 
 
 def required_text(record: dict[str, Any], key: str) -> str:
-    """The text under this key of a record. Raises an InputError if there is none."""
+    """Returns the text under this key of a record. Raises an InputError if there is none."""
     found = record.get(key)
     if not isinstance(found, str):
         raise InputError(f'expected a text in "{key}", found {json.dumps(found)[:60]}')
@@ -123,7 +123,7 @@ def required_text(record: dict[str, Any], key: str) -> str:
 
 
 def text_list(record: dict[str, Any], key: str) -> tuple[str, ...]:
-    """The list of texts under this key of a record; empty if there is none."""
+    """Returns the texts listed under this key of a record; none if the key is missing."""
     found = record.get(key)
     if found is None:
         return ()

@@ -69,12 +69,12 @@ def merge(
 
 
 def merged_name(methods: Iterable[str]) -> str:
-    """The method name of a merged patch, such as "finetune+hyper, merged"."""
+    """Returns the method name of a merged patch, such as "finetune+hyper, merged"."""
     return "+".join(sorted({name for method in methods for name in method.partition(MERGED)[0].split("+")})) + MERGED
 
 
 def mean_ridge(ridges: Iterable[Mapping[str, float]]) -> dict[str, float] | None:
-    """The geometric mean of the ridges that methods have learned, by weight; None if there are none."""
+    """Returns the geometric mean of the ridges that methods have learned, by weight; None if there are none."""
     found = [ridge for ridge in ridges if ridge]
     if not found:
         return None
@@ -84,7 +84,7 @@ def mean_ridge(ridges: Iterable[Mapping[str, float]]) -> dict[str, float] | None
 
 
 def check_settings(ridges: Iterable[float], mode: str) -> None:
-    """Raises an InputError for a ridge or a mode that no merge can have."""
+    """Raises an InputError for an invalid ridge or mode."""
     for ridge in ridges:
         if not 0 < ridge < float("inf"):
             raise InputError(f"expected a ridge above 0, found {ridge}; values between 0.01 and 1 are usual")
@@ -95,7 +95,7 @@ def check_settings(ridges: Iterable[float], mode: str) -> None:
 def check_mergeable(model: TaskModel, patches: Sequence[Patch]) -> None:
     """Raises an error for patches of other models and for facts that contradict each other."""
     if not patches:
-        raise InputError("expected patches to merge, found none")
+        raise InputError("expected patches to merge, found none; give at least one")
     for patch in patches:
         patch.check_fits(model)
         if not patch.edits:
@@ -130,7 +130,7 @@ def canonical(patches: Sequence[Patch]) -> list[Patch]:
 
 
 def edit_key(edit: FactEdit) -> str:
-    """The key by which edits are sorted before they are merged."""
+    """Returns the key by which edits are sorted before they are merged."""
     return repr((edit.x, edit.a, edit.y))
 
 

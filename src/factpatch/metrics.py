@@ -21,7 +21,7 @@ SAMPLES = 1000  # of the bootstrap
 
 
 def is_correct(prediction: str, answers: Sequence[str]) -> bool:
-    """Returns whether a prediction equals one of the gold answers after normalising."""
+    """Returns True if a prediction equals one of the gold answers after normalising."""
     return any(same(prediction, answer) for answer in answers)
 
 
@@ -82,7 +82,7 @@ def mean_over_edits(values: Floats) -> Floats:
 
 
 def relative_loss(before: Floats, after: Floats) -> Floats:
-    """1 − mean after / mean before."""
+    """Returns 1 − mean after / mean before."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return 1 - mean_over_edits(after) / mean_over_edits(before)
 
@@ -257,7 +257,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
 
 
 def intervals(outcomes: Sequence[Outcome], group_size: int = 1) -> dict[str, tuple[float, float]]:
-    """95 % bootstrap intervals of the summary.
+    """Returns 95 % bootstrap intervals of the summary.
 
     Every `group_size` successive outcomes belong to edits that were applied together: groups, and then edits within
     each group, are drawn with replacement. A metric that a group's edits share has no interval for a single group.

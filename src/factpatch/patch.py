@@ -1,4 +1,4 @@
-"""Patch: a small, reversible change of a model's weights that makes one edit.
+"""Patch: a small, reversible change of a model's weights that carries out one or more edits.
 
 A patch can be saved, loaded, added to another patch, applied to a model and reverted. While patches are applied, the
 model also keeps a copy of its original weights. Its weights are always recomputed as the originals plus all patches in
@@ -93,7 +93,7 @@ class Patch:
         return hash(self._checksum)
 
     def __add__(self, other: Patch) -> Patch:
-        """A patch with the edits of both. Applying it is the same as applying one after the other."""
+        """Returns a patch with the edits of both. Applying it is the same as applying one after the other."""
         if other.base != self.base:
             raise MismatchError(
                 f"cannot add patches made for different weights, {self.base[:12]} and {other.base[:12]}; "
@@ -150,7 +150,8 @@ class Patch:
             expected = weight_shape(model.layers[name]) if name in model.layers else None
             if expected != delta.shape:
                 raise MismatchError(
-                    f"the patch changes {name} of shape {delta.shape}, but the model's shape is {expected}"
+                    f"the patch changes {name} of shape {delta.shape}, but the model's shape is {expected}; "
+                    "make the edit again for this model"
                 )
 
     # In a file
@@ -162,7 +163,7 @@ class Patch:
             sort_metadata(scratch)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of all tensors on the CPU, by the names that they have in a file."""
+        """Copies all tensors to the CPU, and returns them by the names that they have in a file."""
         return {
             f"{name}:{part}": tensor.detach().cpu().clone().contiguous()
             for name, delta in self.deltas.items()
@@ -181,8 +182,8 @@ class Patch:
     def export_peft(self, folder: str | Path, rank: int | None = None, model: Patchable | None = None) -> Adapter:
         """Writes the patch as a LoRA adapter, which PEFT, vLLM and llama.cpp can load.
 
-        By default the adapter is exact. A lower `rank` makes it smaller, and `kept` of the adapter returned says what
-        share of the change is left. With the `model`, the adapter also records the model's name and task.
+        By default the adapter is exact. A lower `rank` makes it smaller, and `kept` of the returned adapter is the
+        share of the change that remains. With the `model`, the adapter also records the model's name and task.
         """
         if model is not None:
             self.check_fits(model)
@@ -192,7 +193,7 @@ class Patch:
 
     @classmethod
     def load(cls, path: str | Path) -> Patch:
-        """Reads a patch file, or the patch of a name such as hub:ada/facts. A damaged file raises a FileError."""
+        """Reads a patch from a file or from the hub (hub:ada/facts). Raises a FileError for a damaged file."""
         path = hub.locate(path, hub.PATCH)
         if os.path.isfile(path / hub.PATCH):  # the folder of a shared patch
             path /= hub.PATCH
@@ -213,7 +214,7 @@ class Patch:
 
 
 def deltas_from(tensors: Mapping[str, Tensor]) -> dict[str, Delta]:
-    """The inverse of `Patch.tensors`."""
+    """Groups tensors into one change per weight: the inverse of `Patch.tensors`."""
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, part = key.rsplit(":", 1)
@@ -222,7 +223,7 @@ def deltas_from(tensors: Mapping[str, Tensor]) -> dict[str, Delta]:
 
 
 def stack_patches(patches: Sequence[Patch], layers: Mapping[str, nn.Module]) -> dict[str, Delta]:
-    """One stack of changes per weight, with one entry per patch: the form in which `engine.edited` runs many edits."""
+    """Returns one stack of changes per weight, with one entry per patch, as `engine.edited` needs them."""
     names = [name for name in layers if any(name in patch.deltas for patch in patches)]
     return {
         name: stack([p.deltas.get(name) for p in patches], weight_shape(layers[name]), _weight(layers[name]))
@@ -231,18 +232,18 @@ def stack_patches(patches: Sequence[Patch], layers: Mapping[str, nn.Module]) -> 
 
 
 def weight_shape(layer: nn.Module) -> tuple[int, int]:
-    """The shape (out, in) of a layer's weight, also for GPT-2's Conv1D, which stores its weight transposed."""
+    """Returns the shape (out, in) of a layer's weight, also for GPT-2's Conv1D, which stores its weight transposed."""
     rows, columns = _weight(layer).shape
     return (rows, columns) if isinstance(layer, nn.Linear) else (columns, rows)
 
 
 def join_base(weights: str, template: str | None) -> str:
-    """A fingerprint: the hash of a model's weights and, after a slash, the template of its prompts."""
+    """Makes a fingerprint from the hash of a model's weights and, after a slash, the template of its prompts."""
     return weights if template is None else f"{weights}/{template}"
 
 
 def split_base(base: str) -> tuple[str, str | None]:
-    """The inverse of `join_base`."""
+    """Splits a fingerprint into the hash of the weights and the template: the inverse of `join_base`."""
     weights, slash, template = base.partition("/")
     return weights, template if slash else None
 
@@ -258,7 +259,7 @@ def check_template(what: str, base: str, fingerprint: str) -> None:
 
 
 def hash_weights(weights: Mapping[str, Tensor]) -> str:
-    """sha256 of weights with their names and shapes, the same in every precision that stores them without loss.
+    """Returns the sha256 of weights with their names and shapes, the same in every precision that is lossless.
 
     Weights are hashed in float32, to which half precision widens exactly.
     """
@@ -270,7 +271,7 @@ def hash_weights(weights: Mapping[str, Tensor]) -> str:
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 of tensors with their names, whatever their order. Precision matters, unlike in `hash_weights`."""
+    """Returns the sha256 of tensors with their names, in any order. Unlike in `hash_weights`, precision matters."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
@@ -321,7 +322,7 @@ def _write_weights(model: Patchable, names: Iterable[str], patches: list[Patch],
             total += change if isinstance(layer, nn.Linear) else change.mT
         weight.copy_(total)
         if not weight.is_meta and not weight.isfinite().all():
-            raise MismatchError(f"the patch is too large: it makes {name} not finite; make the patch again")
+            raise MismatchError(f"the patch is too large: {name} would not be finite; make the patch again")
 
 
 def _changed(patches: list[Patch]) -> set[str]:
@@ -335,7 +336,7 @@ def _weight(layer: nn.Module) -> Tensor:
 
 
 def checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """sha256 of everything in a patch file."""
+    """Returns the sha256 of everything in a patch file."""
     digest = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -28,7 +28,7 @@ def join_processes(device: torch.device) -> PartialState:
 
 
 def accelerator_on(device: torch.device, **options: Any) -> Accelerator:
-    """An Accelerator for one run on this kind of device, in all processes that were started together."""
+    """Creates an Accelerator for one run on this kind of device, in all processes that were started together."""
     from accelerate import Accelerator
 
     join_processes(device)

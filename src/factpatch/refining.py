@@ -65,7 +65,7 @@ def refine(
         controls = _controls(model, others, {normalize(edit.x) for edit in patch.edits})
         edits = _texts(model, [(edit.x, edit.a) for edit in sorted(patch.edits, key=edit_key)])
         merged = {name: delta.dense().to(model.device, torch.float32) for name, delta in patch.deltas.items()}
-        # Adam moves every weight alike, so that a layer's output moves with its number of inputs.
+        # Adam moves all entries by about the same amount, so a layer with more inputs would move its output more.
         sizes = {
             name: _root_mean_square(model.layers[name].weight) / max(S.shape[1], FEWEST_INPUTS)
             for name, S in merged.items()
@@ -92,7 +92,7 @@ def _root_mean_square(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Text:
-    """An input with its target and, for a control input, the unedited model's features at the target's positions."""
+    """An input with its target and, for a control input, the unedited model's features at the target positions."""
 
     encoded: Encoded
     target: Any  # a class id, or token ids
@@ -107,7 +107,7 @@ def _texts(model: TaskModel, pairs: Sequence[tuple[str, str]]) -> list[_Text]:
 
 @torch.no_grad()
 def _controls(model: TaskModel, others: Iterable[str] | Mapping[str, str], edited_forms: set[str]) -> list[_Text]:
-    """The control inputs, sorted, with the unedited model's features, without the edited inputs themselves."""
+    """Returns the control inputs, sorted, with the unedited model's features. Edited inputs are left out."""
     known = dict(others) if isinstance(others, Mapping) else {}
     texts = sorted(text for text in model.encode_readable(list(others)) if normalize(text) not in edited_forms)
     missing = [text for text in texts if text not in known]
@@ -137,7 +137,7 @@ def _rows(model: TaskModel, texts: Sequence[_Text]) -> Rows:
 
 
 def _gradients(model: TaskModel, changes: dict[str, Tensor], samples: Iterable[list[_Text]]) -> dict[str, Tensor]:
-    """The gradient of the sum of the samples' losses with respect to each weight's change."""
+    """Computes the gradient of the summed losses of all samples with respect to each weight's change."""
     gradients = {name: torch.zeros_like(S) for name, S in changes.items()}
     stack: dict[str, Delta] = {name: Dense(S[None]) for name, S in changes.items()}
     for texts in samples:
@@ -151,7 +151,7 @@ def _gradients(model: TaskModel, changes: dict[str, Tensor], samples: Iterable[l
 
 
 def _loss(model: TaskModel, texts: Sequence[_Text]) -> Tensor:
-    """The mean loss of edits, or the weighted mean KL of control inputs, under the current changes."""
+    """Returns the mean loss of edits, or the weighted mean KL of control inputs, under the current changes."""
     rows = _rows(model, texts)
     features = model.features(rows)
     before = [text.features for text in texts if text.features is not None]

@@ -31,7 +31,7 @@ Kind = Literal["editor", "patch", "ledger"]
 
 @dataclass(frozen=True)
 class Card:
-    """What a model card says."""
+    """The content of a model card."""
 
     kind: Kind
     name: str  # on the hub, such as ada/facts
@@ -50,7 +50,7 @@ class Card:
             f"# {self.name}",
             INTRODUCTIONS[self.kind],
             f"- **Base model:** {'the one embedded in factpatch' if self.model == 'world' else self.model}. "
-            f"It does not fit weights with another fingerprint than `{split_base(self.fingerprint)[0]}`.\n"
+            f"It fits only weights with the fingerprint `{split_base(self.fingerprint)[0]}`.\n"
             f"- **Data:** {_escaped(self.data)}",
             "## Load it\n\n" + HOW_TO_LOAD[self.kind].format(model=self._model_arguments(), name=self.name),
             "## Figures\n\n" + self._figures(),
@@ -79,9 +79,9 @@ class Card:
 
 
 INTRODUCTIONS: dict[Kind, str] = {
-    "editor": "An editor of factpatch: it turns a fact into a small, reversible patch of its base model's weights.",
-    "patch": "A patch of factpatch: a small, reversible change of its base model's weights that corrects facts.",
-    "ledger": "A ledger of factpatch: facts of its base model over time, any of which can be taken out again.",
+    "editor": "A factpatch editor: it turns a fact into a small, reversible patch of its base model's weights.",
+    "patch": "A factpatch patch: a small, reversible change of its base model's weights that corrects facts.",
+    "ledger": "A factpatch ledger: facts of its base model over time, any of which can be removed again.",
 }
 HOW_TO_LOAD: dict[Kind, str] = {
     "editor": """```python
@@ -113,7 +113,7 @@ with fp.Ledger("facts.db", model) as ledger:
 
 
 def share(source: TrainableEditor | Patch | Path, card: Card, folder: str | Path) -> None:
-    """Writes the folder of an editor, a patch or the ledger at a path, with its card."""
+    """Writes a folder with an editor, a patch or a ledger (given by its path), and its model card."""
     with atomic_folder(folder) as scratch:
         if isinstance(source, TrainableEditor):
             source.write_to(scratch)
@@ -137,5 +137,5 @@ def copy_ledger(source: Path, target: Path) -> None:
 
 
 def _escaped(text: str) -> str:
-    """The text for a cell of a Markdown table."""
+    """Escapes a text for a cell of a Markdown table."""
     return " ".join(text.replace("|", "\\|").split())

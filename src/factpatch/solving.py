@@ -1,4 +1,4 @@
-"""The solve behind merging: S = Vᵀ K (KᵀK + λ N C)⁻¹ for each weight, from sums of bounded size."""
+"""The least-squares solve behind merging: S = Vᵀ K (KᵀK + λ N C)⁻¹ for each weight, from sums of bounded size."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class Sums:
         self.K, self.V = [], {}
 
     def solve(self, C: Tensor, ridges: Mapping[str, float], edits: int) -> dict[str, Delta]:
-        """S = Vᵀ K M⁻¹ for each weight, with M = KᵀK + λ N C; as factors A = K M⁻¹, B = V where these are smaller."""
+        """Returns S = Vᵀ K M⁻¹ for each weight, with M = KᵀK + λ N C.
+
+        S comes as factors A = K M⁻¹ and B = V where these are smaller than a dense matrix.
+        """
         kept = torch.cat(self.K) if self.KK is None else None  # (tokens, in), if there are few
         values = {name: torch.cat(chunks) for name, chunks in self.V.items()} if self.KK is None else {}
         self.reduce()
@@ -71,7 +74,7 @@ class Sums:
 
 
 def _gram(K: Tensor) -> Tensor:
-    """KᵀK, computing each of its off-diagonal blocks once."""
+    """Computes KᵀK, each of its off-diagonal blocks only once."""
     blocks = K.split(BLOCK, dim=1)
     product = K.new_empty(K.shape[1], K.shape[1])
     for i, left in enumerate(blocks):
@@ -112,17 +115,17 @@ class Problem:
         return weight_shape(self.model.layers[name])
 
     def rows(self, key: str, indices: list[int], X: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """K (tokens, in) and, for each weight that reads it, V (tokens, out)."""
+        """Returns K (tokens, in) and, for each weight that reads it, V (tokens, out)."""
         X = X.double()
         V = {name: self.values(indices, name, X).flatten(0, 1) for name in self.weights[key]}
         return X.flatten(0, 1), V
 
     def own_patches(self, indices: list[int]) -> dict[str, Delta]:
-        """Each example's own patch, as stacks to run a batch under."""
+        """Stacks the examples' own patches, so that a batch can run under them."""
         return stack_patches([self.owners[i] for i in indices], self.model.layers)
 
     def values(self, indices: list[int], name: str, X: Tensor) -> Tensor:
-        """What each example's own patch adds to a layer's output: (examples, tokens, out)."""
+        """Returns what each example's own patch adds to a layer's output: (examples, tokens, out)."""
         return _values(X, [self.owners[i].deltas.get(name) for i in indices], self.shape(name))
 
     def solve(self, key: str, sums: Sums) -> dict[str, Delta]:
@@ -132,7 +135,7 @@ class Problem:
 def solve_weights(
     model: TaskModel, key: str, sums: Sums, covariance: Covariance, ridges: Mapping[str, float], edits: int
 ) -> dict[str, Delta]:
-    """The merged changes of the weights that read the input of `key`, in the precision that patches have."""
+    """Returns the merged changes of the weights that read the input of `key`, in the precision of patches."""
     C = covariance.of(key, model.device)
     dtype = torch.float64 if model.model.dtype == torch.float64 else torch.float32
     return {name: _to(delta, dtype) for name, delta in sums.solve(C, ridges, edits).items()}
@@ -187,7 +190,7 @@ Targets = dict[tuple[int, str], Tensor]  # (tokens, out) by example and weight
 
 
 def _own_outputs(problem: Problem, keys: Sequence[str]) -> Targets:
-    """The layers' outputs for each example under its own patch."""
+    """Computes the layers' outputs for each example under its own patch."""
     targets: Targets = {}
 
     def visit(indices: list[int], key: str, X: Tensor) -> None:
@@ -201,13 +204,13 @@ def _own_outputs(problem: Problem, keys: Sequence[str]) -> Targets:
 
 
 def out_by_in(layer: nn.Module) -> Tensor:
-    """The weight as (out, in), also for GPT-2's Conv1D, which stores it transposed."""
+    """Returns the weight as (out, in), also for GPT-2's Conv1D, which stores it transposed."""
     assert isinstance(layer.weight, Tensor)
     return layer.weight if isinstance(layer, nn.Linear) else layer.weight.mT
 
 
 def _values(X: Tensor, changes: Sequence[Delta | None], shape: tuple[int, int]) -> Tensor:
-    """X ΔWᵀ, with a change for each example: (examples, tokens, out) for X (examples, tokens, in)."""
+    """Computes X ΔWᵀ, with a change for each example: (examples, tokens, out) for X (examples, tokens, in)."""
     V = X.new_zeros(*X.shape[:-1], shape[0])
     factors: list[Delta | None] = [change if isinstance(change, LowRank) else None for change in changes]
     if any(change is not None for change in factors):
@@ -219,7 +222,7 @@ def _values(X: Tensor, changes: Sequence[Delta | None], shape: tuple[int, int]) 
 
 
 def cholesky(M: Tensor) -> Tensor:
-    """The lower Cholesky factor of M (..., in, in), plus a tiny multiple of I where rounding has made M singular."""
+    """Returns the lower Cholesky factor of M (..., in, in), or of M plus a tiny multiple of I if M is singular."""
     mean = M.diagonal(dim1=-2, dim2=-1).mean(-1)
     shift = torch.zeros_like(mean)
     root, failed = torch.linalg.cholesky_ex(M)

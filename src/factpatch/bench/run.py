@@ -141,7 +141,7 @@ def bench_train(
 
 
 def _fitting_parts(learner: Learner, batch: StepBatch, edits: int) -> list[StepBatch]:
-    """The parts in which a step fits into the GPU's memory, found as training finds them: by doubling their number."""
+    """Splits a step into parts that fit into the GPU's memory, by doubling their number as training does."""
     parts = 1
     while True:
         batches = split_step(batch, edits, parts)

@@ -152,7 +152,10 @@ def split_step(batch: StepBatch, edits: int, parts: int) -> list[StepBatch]:
 
 
 def _step(edit_batch: EditBatch, batch: Rows, edits: int, first: int, share: float) -> StepBatch:
-    """A batch with a share of a step's weights; `first` is the index of its first control position in the table."""
+    """Makes the part of a step's batch that has this share of its weights.
+
+    `first` is the index of the part's first control position in the table of features.
+    """
     labels = batch.labels
     assert labels is not None
     answer = labels[0].numel()

@@ -1,4 +1,4 @@
-"""The ways to edit and train that are timed: this package, the published implementation, the frozen model alone."""
+"""The implementations of editing and training that are timed: ours, the published one and the frozen model alone."""
 
 from __future__ import annotations
 

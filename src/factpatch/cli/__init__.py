@@ -70,7 +70,7 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 
 def _is_text(argument: str) -> bool:
-    """Whether an argument is Unicode: Python decodes other bytes to half surrogate pairs."""
+    """Returns True if an argument is valid Unicode: Python decodes other bytes to lone surrogates."""
     return not any(0xD800 <= ord(character) < 0xE000 for character in argument)
 
 
@@ -78,7 +78,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits: with 1 and one line on stderr after a known error, with 2 after wrong usage."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if wrong := next((argument for argument in arguments if not _is_text(argument)), None):
-        print(f"error: expected UTF-8 in the arguments, found {wrong!a}", file=sys.stderr)
+        print(
+            f"error: expected UTF-8 in the arguments, found {wrong!a}; check the terminal's encoding", file=sys.stderr
+        )
         sys.exit(2)
     try:
         app(args=arguments)

@@ -70,12 +70,12 @@ EXPLANATIONS = {
 
 
 def escape(text: str) -> str:
-    """Text from a file or a model as rich prints it literally: without markup, and without codes for the terminal."""
+    """Escapes text from a file or a model, so that neither rich nor the terminal interprets any of it."""
     return escape_markup(printable(text))
 
 
 def printable(text: str) -> str:
-    """Text with control characters, which could move the cursor or hide text, written as \\x1b and the like."""
+    """Replaces control characters, which could move the cursor or hide text, with \\x1b and the like."""
     return "".join(f"\\x{ord(c):02x}" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
@@ -103,7 +103,7 @@ def warn(message: str) -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that prints, out of those that `accelerate launch` started."""
+    """Returns True in the process that prints, out of those that `accelerate launch` started."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -121,7 +121,7 @@ def refuse_used_folder(folder: Path, option: str) -> None:
 
 def refuse_existing_file(file: Path, option: str) -> None:
     if checked_target(file).exists():
-        raise FileError(f"expected a new file, found that {file} exists; delete it, or choose another {option}")
+        raise FileError(f"expected a new file, but {file} exists; delete it, or choose another {option}")
 
 
 def failed_edit_advice(max_updates: int) -> str:

@@ -106,7 +106,10 @@ def edit(
 
 
 def _usable(model: TaskModel, asked: list[tuple[str, FactEdit]], skip_bad: bool) -> list[FactEdit]:
-    """Returns the edits that the model can make, with its current answers. Others are errors, or skipped."""
+    """Returns the edits that the model can make, with its current answers.
+
+    The first edit that it cannot make raises an InputError; with `skip_bad`, such edits are skipped.
+    """
     usable: list[FactEdit] = []
     with common.progress_bar("predicting", len(asked)) as advance:
         for first in range(0, len(asked), PREDICTED_PER_BATCH):

@@ -132,9 +132,11 @@ def evaluate(
     if not sizes and (scope or (others and ridge is None and not needs_sample(method))):
         raise typer.BadParameter("--others and --scope are only used by --together; add it, or leave them out")
     if scope and merge != "scope":
-        raise typer.BadParameter("--scope is only used by --merge scope")
+        raise typer.BadParameter("--scope is only used by --merge scope; add it, or leave --scope out")
     if (refine or mode != "unedited") and not (sizes and merge == "solve"):
-        raise typer.BadParameter("--mode and --refine are only used by --together with --merge solve")
+        raise typer.BadParameter(
+            "--mode and --refine are only used by --together with --merge solve; add these, or leave them out"
+        )
     check_writable(output)
     with common.working("loading"):
         from factpatch.data.holdout import hash_shuffled
@@ -145,8 +147,8 @@ def evaluate(
             MergeOptions,
             Together,
             count_joint_edits,
-            precise,
-            sampled,
+            measuring_precision,
+            sample_edits,
             solve_against_inputs,
         )
         from factpatch.evaluation import evaluate as run
@@ -162,8 +164,8 @@ def evaluate(
         revisions = load_revisions(data, task_model, on_bad, common.warn)
         to_choose_on = load_revisions(valid, task_model, on_bad, common.warn) if valid else None
         fitted_to = load_revisions(others, task_model, on_bad, common.warn) if others else None
-    with precise(task_model, precision, baseline=editor is None):
-        sample, controls = sampled(task_model, revisions, edits, retain, seed, targets)
+    with measuring_precision(task_model, precision, baseline=editor is None):
+        sample, controls = sample_edits(task_model, revisions, edits, retain, seed, targets)
         unused: list[Revision] = []
         if joint or ridge is not None or needs_sample(method):
             unused = fitted_to if fitted_to is not None else _without(revisions, [*sample, *controls])

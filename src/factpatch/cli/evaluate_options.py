@@ -32,7 +32,7 @@ def check_options(
     if method == "zhu" and (bound is None) != select:
         raise typer.BadParameter("zhu needs either --bound or --select")
     if method != "zhu" and bound is not None:
-        raise typer.BadParameter("--bound is an option of the method zhu only")
+        raise typer.BadParameter("--bound is an option of the method zhu only; leave it out")
     if bound is not None and not 0 < bound < float("inf"):
         raise typer.BadParameter(f"expected a bound above 0, found {bound}", param_hint="--bound")
     if layers == "block" and not select:
@@ -59,7 +59,7 @@ def _check_method(method: str | None, editor: str | None) -> None:
     if trainable and editor is None:
         raise typer.BadParameter(f"the method {method} is a trained editor; give its folder with --editor")
     if not trainable and editor is not None:
-        raise typer.BadParameter(f"the method {method} takes no --editor")
+        raise typer.BadParameter(f"the method {method} needs no training; leave --editor out")
 
 
 def needs_sample(method: str | None) -> bool:
@@ -69,11 +69,11 @@ def needs_sample(method: str | None) -> bool:
 
 
 def parse_options(settings: list[str] | None, method: str | None, editor: str | None, select: bool) -> dict[str, Any]:
-    """The method's options from --set, with the types that the method declares."""
+    """Parses the method's options from --set, with the types that the method declares."""
     if not settings:
         return {}
     if editor is not None or select:
-        raise typer.BadParameter("--set gives options to a --method without --editor and without --select")
+        raise typer.BadParameter("--set gives options to a --method; leave out --editor and --select")
     from factpatch.editors import find_method
     from factpatch.training.settings import read_settings, typed
 

@@ -93,7 +93,7 @@ def export_adapter(
 
 
 def control_inputs(patch: Patch, others: Sequence[str], most: int) -> list[str]:
-    """An evenly spaced sample of the inputs that the patch does not edit."""
+    """Returns an evenly spaced sample of the inputs that the patch does not edit."""
     own = {normalize(edit.x) for edit in patch.edits}
     return evenly_spaced([text for text in others if normalize(text) not in own], most)
 

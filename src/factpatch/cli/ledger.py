@@ -288,7 +288,7 @@ def _write(
 
 
 def _merged(ledger: Path, model: TaskModel) -> tuple[Patch, list[Fact]]:
-    """The merged patch of the active facts, and the facts."""
+    """Returns the merged patch of the active facts, and the facts."""
     from factpatch.ledger import Ledger
 
     with Ledger(ledger, model) as opened:

@@ -110,7 +110,7 @@ def merge(
 
 
 def find_covariance(model: TaskModel, file: Path | None, others: Path | None, name: str, most: int) -> Covariance:
-    """Loads the covariance from its file, or computes it from the other inputs and keeps it there."""
+    """Loads the covariance from its file, or computes it from the other inputs and writes the file."""
     from factpatch.covariance import Covariance
 
     if file is not None and file.exists():

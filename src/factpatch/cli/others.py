@@ -36,7 +36,7 @@ ComparedInputs = Annotated[
 
 
 def read_others(path: Path | None, model: str, most: int) -> list[str]:
-    """Reads the other inputs from a file; by default, those of the embedded world. At most `most`, evenly spaced."""
+    """Reads at most `most` inputs, evenly spaced, from a file or, by default, from the embedded world."""
     if path is None and model == "world":
         return evenly_spaced([fact.questions[0] for fact in world.facts()], most)
     if path is None:
@@ -63,5 +63,5 @@ def read_wordings(path: Path | None, model: str) -> tuple[Wordings, list[str]]:
 
 
 def evenly_spaced(texts: Sequence[str], most: int) -> list[str]:
-    """Picks at most `most` of the texts at even distances."""
+    """Returns at most `most` of the texts, evenly spaced."""
     return list(texts[:: max(1, -(-len(texts) // most))])

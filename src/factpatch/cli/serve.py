@@ -135,7 +135,7 @@ def _find_scope(task_model: TaskModel, model: str, scope: Path | None, others: P
 
 
 def _create_ledger(path: Path, model: TaskModel, questions: Questions) -> None:
-    """Creates the ledger if there is none. Its merge is the one that holds more facts of an ordinary editor."""
+    """Creates the ledger if there is none. It merges in sequence, because few editors are trained for merging."""
     from factpatch.ledger import Ledger
 
     if not path.exists():

@@ -81,7 +81,7 @@ def share(
 def _editor(
     source: str, model: TaskModel, data: str, evaluation: Path | None
 ) -> tuple[TrainableEditor, dict[str, Any]]:
-    """The editor, and what its card says about its data and figures."""
+    """Loads an editor, and returns it with what its card says about data and figures."""
     from factpatch.editors import load_editor
 
     editor = load_editor(source)
@@ -99,7 +99,7 @@ def _editor(
 
 
 def _patch(source: Path, model: TaskModel) -> tuple[Patch, dict[str, tuple[str, ...]], bool]:
-    """The patch in a file or the merged one of a ledger, its paraphrases, and whether the file is a ledger."""
+    """Returns the patch of a patch file or a ledger, the paraphrases of its edits, and whether it is a ledger."""
     from factpatch.ledger import Ledger
     from factpatch.patch import Patch
 

@@ -1,4 +1,4 @@
-"""Parses facts from the formats of KILT, which users' own lines follow too, and CounterFact.
+"""Parses facts in the formats of KILT and CounterFact. Users' own lines follow KILT's.
 
 A format is a function `parse(raw, default_id)` that turns one JSON object into a Record, or returns None if the object
 has another format. `factpatch.data.records.FORMATS` lists all formats.
@@ -111,7 +111,7 @@ def _optional_text(record: dict[str, Any], key: str) -> str | None:
 
 
 def _answers(raw: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the answers from a text, a list of texts or KILT's [{"answer": ...}, ...], some without an answer."""
+    """Returns the answers from a text, a list of texts or KILT's [{"answer": ...}, ...]; empty ones are dropped."""
     key = "answers" if raw.get("output") is None else "output"
     output = raw.get(key)
     if isinstance(output, str):

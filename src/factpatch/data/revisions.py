@@ -174,7 +174,7 @@ def own_forms(revision: Revision) -> frozenset[str]:
 
 
 def teachable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
-    """Returns all revisions, each with only the alternatives that the model can give but does not predict."""
+    """Returns all revisions, but only with alternatives that the model can give and does not predict."""
     sayable = model.valid_targets([text for revision in revisions for text in revision.alternatives])
 
     def teachable_of(r: Revision) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Edit methods."""
+"""Edit methods: trained editors, baselines and other published methods."""
 
 from factpatch.editors.base import EditMethod
 from factpatch.editors.finetune import BOUNDS, FineTune, GradientStep, Zhu

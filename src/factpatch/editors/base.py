@@ -34,30 +34,30 @@ class EditMethod(Protocol):
         ...
 
     def edits_per_batch(self, model: TaskModel) -> int:
-        """The number of edits to make and run in one batch."""
+        """Returns the number of edits to make and run in one batch."""
         ...
 
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
-        """One patch per edit, each made independently of the others."""
+        """Returns one patch per edit, each made independently of the others."""
         ...
 
     def changes(self, model: TaskModel, edits: Sequence[FactEdit]) -> dict[str, Delta]:
-        """The patches of all edits as one stack per weight, ready to run in one batch.
+        """Returns the changes of all edits as one stack per weight, ready to run in one batch.
 
         Methods that compute the stacks directly override this.
         """
         return stack_patches(self.propose(model, edits), model.layers)
 
     def calibrated(self, model: TaskModel, sample: Sequence[Revision]) -> Self:
-        """The method, fitted to revisions that are not measured. Most methods return themselves."""
+        """Returns the method, fitted to revisions that are not measured. Most methods need no fitting."""
         return self
 
     def propose_together(self, model: TaskModel, edits: Sequence[FactEdit]) -> Patch:
-        """One patch for all edits, if the method has its own way of editing many facts at once."""
+        """Returns one patch for all edits, if the method has its own way of editing many facts at once."""
         raise InputError(f"the method {self.name} edits one fact at a time; merge its patches with --merge solve")
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
-        """The settings that distinguish this method from others of the same name, for result files."""
+        """Returns the settings that distinguish this method from others of the same name, for result files."""
         ...
 
 

@@ -48,11 +48,11 @@ class HyperNetwork(TrainableEditor):
         return cls(shapes, embeddings, base, config)
 
     def condition_text(self, edit: FactEdit) -> str:
-        """The edit as text. Only the LSTM reads it: it is never parsed back, and never truncated."""
+        """Returns the edit as text. Only the LSTM reads it: it is never parsed back, and never truncated."""
         return f"{edit.y} >> {edit.a} || {edit.x}"
 
     def forward(self, condition: Condition, traces: Mapping[str, Trace]) -> dict[str, Delta]:
-        """The factors of all edits, one stack per weight."""
+        """Returns the factors of all edits, one stack per weight."""
         states = read_states([traces[name] for name in self.read]) if self.read else None
         h = self.fact_encoder(condition, states)  # (edits, width)
         deltas: dict[str, Delta] = {}

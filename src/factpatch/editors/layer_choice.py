@@ -1,4 +1,4 @@
-"""Chooses the weights that a method without training changes, from the text that a user gives."""
+"""Parses a user's choice of the layers that a method without training changes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from factpatch.models.layers import block_names, feed_forward_weights
 
 
 def chosen_layers(model: TaskModel, choice: str) -> dict[str, nn.Module]:
-    """The editable layers that a text names.
+    """Returns the editable layers that `choice` names.
 
-    It is "all", a block such as bert.encoder.layer.0, a pattern such as `*.mlp.*`, "mlp" for all feed-forward weights,
-    or "mlp:3" for those of the last three blocks of each stack.
+    `choice` is "all", a block such as bert.encoder.layer.0, a pattern such as `*.mlp.*`, "mlp" for all feed-forward
+    weights, or "mlp:3" for those of the last three blocks of each stack.
     """
     kind, _, number = choice.partition(":")
     if choice == "all":

@@ -31,7 +31,7 @@ SHRINKAGE = 0.1
 
 
 class LeastSquares(nn.Module):
-    """Turns updates into their least-squares form. (λ C)⁻¹ is stored for each different input that weights read."""
+    """Turns updates into their least-squares form. Weights that read the same input share one stored (λ C)⁻¹."""
 
     def __init__(self, readers: Mapping[str, str], shapes: Mapping[str, tuple[int, int]], ridge: float):
         """`readers` maps each weight of `shapes` to the first one that reads the same input."""
@@ -68,7 +68,7 @@ class LeastSquares(nn.Module):
     def forward(
         self, deltas: Mapping[str, Delta], traces: Mapping[str, Trace], real: Sequence[Tensor]
     ) -> dict[str, Delta]:
-        """The changes in least-squares form. `real` are the masks of `real_tokens`.
+        """Returns the changes in least-squares form. `real` holds the masks that `real_tokens` returns.
 
         A weight whose layer did not run, or does not read the tokens of the texts, keeps its update.
         """
@@ -92,7 +92,7 @@ class LeastSquares(nn.Module):
 
 
 def _inverse(products: Tensor) -> Tensor:
-    """(A Kᵀ + I)⁻¹, which is symmetric and positive definite, without waiting for the device."""
+    """Computes (A Kᵀ + I)⁻¹, which is symmetric and positive definite, without waiting for the device."""
     eye = torch.eye(products.shape[-1], dtype=products.dtype, device=products.device)
     root, _ = torch.linalg.cholesky_ex(products + eye)
     inverse = torch.linalg.solve_triangular(root, eye.expand_as(root), upper=False)
@@ -100,7 +100,7 @@ def _inverse(products: Tensor) -> Tensor:
 
 
 def _padded(factor: Tensor, like: Tensor) -> Tensor:
-    """A factor in the model's dtype, with zero rows added to get an aligned rank."""
+    """Returns a factor in the model's dtype, with zero rows added to get an aligned rank."""
     return F.pad(factor, (0, 0, 0, aligned(factor.shape[1], like) - factor.shape[1])).to(like.dtype)
 
 
@@ -113,7 +113,7 @@ def with_distinct_widths(rows: Rows) -> Rows:
 
 
 def real_tokens(model: TaskModel, rows: Rows) -> list[Tensor]:
-    """Masks of the tokens that are not padding, one per text that layers read: (edits, tokens) each."""
+    """Returns masks of the tokens that are not padding, one per text that layers read: (edits, tokens) each."""
     if isinstance(model, Causal):  # reads prompt and answer as one text
         return [model.joint_inputs(rows)["attention_mask"].bool()]
     masks = [rows.inputs["attention_mask"].bool()]

@@ -72,7 +72,10 @@ class LoRA(EditMethod):
 
 @torch.no_grad()
 def _says(model: TaskModel, rows: Rows, target: str) -> bool:
-    """Whether the model gives the target. A decoder generates only once each token of the target is the most likely."""
+    """Returns True if the model gives the target.
+
+    To save time, a decoder generates only once each token of the target is the most likely one.
+    """
     if model.kind == "causal" and token_accuracy(model, rows).item() < 1:
         return False
     return same(model.decide(rows)[0][0], target)

@@ -34,7 +34,7 @@ from factpatch.solving import Sums, cholesky
 
 EDITS_PER_BATCH = 16  # edits in one forward pass, each with all its contexts
 TEXTS = 2000  # texts that C is computed from
-DEPTH = 0.3  # of block L, unless `last` names one: the published choices lie between 0.25 and 0.35
+DEPTH = 0.3  # relative depth of block L, unless `last` names one; the published choices are between 0.25 and 0.35
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Memit(EditMethod):
     last: int | None = None  # number of block L, from 0
     blocks: int = 5  # blocks that are edited, up to L
     ridge: float = 15_000.0  # λ
-    lr: float = 0.5  # of the optimisation of z, by Adam
+    lr: float = 0.5  # Adam's learning rate for z
     steps: int = 25
     clamp: float = 0.75  # maximum norm of z − h, relative to h
     decay: float = 0.5  # penalty on the norm of z − h, relative to the square of that of h
-    contexts: int = 4  # sample texts that are put before x, besides x alone, so that z serves in other contexts, too
+    contexts: int = 4  # number of texts put before x, besides x alone, so that z also works in other contexts
     _covariance: Covariance | None = field(default=None, repr=False)
     _prefixes: tuple[str, ...] = field(default=(), repr=False)
     needs_sample = True
@@ -100,7 +100,7 @@ class Memit(EditMethod):
         return Patch(deltas, model.fingerprint, self.name, tuple(edits))
 
     def _weights(self, model: TaskModel) -> dict[str, str]:
-        """The down-projections to edit, by block: the last feed-forward weight of each."""
+        """Returns the down-projections to edit, by block: the last feed-forward weight of each."""
         if model.kind != "causal":
             raise InputError(f"the method memit edits decoders only, and this model is a {model.kind}; choose another")
         found = feed_forward_weights(model.model, model.layers)
@@ -110,7 +110,7 @@ class Memit(EditMethod):
         return {block: names[-1] for block, names in list(found.items())[max(0, last + 1 - self.blocks) : last + 1]}
 
     def _optimised(self, model: TaskModel, located: Located) -> Tensor:
-        """z of each edit: (edits, hidden)."""
+        """Optimises z for each edit: (edits, hidden)."""
         block = model.model.get_submodule(list(self._weights(model))[-1])
         edits = located.edits
         before = _hidden_states(model, located, block)[:, 0]  # (edits, hidden), of x alone
@@ -140,7 +140,7 @@ class Memit(EditMethod):
         return before + change.detach()
 
     def _spread(self, model: TaskModel, located: Sequence[Located], z: Tensor, change_of: Any) -> dict[str, Delta]:
-        """The change of each down-projection, as a stack; each is computed on the model with the changes before it."""
+        """Returns a stack of changes per down-projection, each computed on the model with the changes before it."""
         weights = self._weights(model)
         block = model.model.get_submodule(list(weights)[-1])
         changes: dict[str, Delta] = {}
@@ -155,14 +155,14 @@ class Memit(EditMethod):
         return changes
 
     def _single(self, model: TaskModel, name: str, K: Tensor, R: Tensor) -> LowRank:
-        """One rank-one change per edit."""
+        """Returns one rank-one change per edit."""
         solved = torch.cholesky_solve(K.mT, cholesky(self.ridge * self._moment(name, model))).mT  # k̃ (edits, in)
         A = solved / (1 + (K * solved).sum(-1, keepdim=True))
         dtype = torch.promote_types(model.model.dtype, torch.float32)
         return LowRank(A[:, None].to(dtype), R[:, None].to(dtype))
 
     def _joint(self, model: TaskModel, name: str, K: Tensor, R: Tensor) -> Delta:
-        """One change for all edits, as a stack of one."""
+        """Returns one change for all edits, as a stack with one entry."""
         sums = Sums(K.shape[1])
         sums.add(K, {name: R})
         (change,) = sums.solve(self._moment(name, model), {name: self.ridge}, edits=1).values()
@@ -178,7 +178,7 @@ class Memit(EditMethod):
 
 @torch.no_grad()
 def _hidden_states(model: TaskModel, located: Located, block: nn.Module) -> Tensor:
-    """The block's output at each row's token: (edits, contexts, hidden)."""
+    """Returns the block's output at each row's token: (edits, contexts, hidden)."""
     read: list[Tensor] = []
 
     def keep(_: nn.Module, args: Any, output: Any) -> None:
@@ -194,7 +194,7 @@ def _hidden_states(model: TaskModel, located: Located, block: nn.Module) -> Tens
 
 @torch.no_grad()
 def _inputs(model: TaskModel, located: Located, layer: nn.Module) -> Tensor:
-    """The layer's input at each row's token: (edits, contexts, in)."""
+    """Returns the layer's input at each row's token: (edits, contexts, in)."""
     read: list[Tensor] = []
     handle = layer.register_forward_pre_hook(lambda _, args: read.append(located.at_tokens(args[0])))
     try:

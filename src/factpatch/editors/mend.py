@@ -44,7 +44,7 @@ class MendConfig:
     def __post_init__(self) -> None:
         wrong = [f"{k}={v}" for k, v in vars(self).items() if v is not None and not 0 < v < float("inf")]
         if wrong:
-            raise InputError(f"expected settings of MEND above 0, found {', '.join(wrong)}")
+            raise InputError(f"expected MEND settings above 0, found {', '.join(wrong)}")
 
 
 class Mend(TrainableEditor):
@@ -99,7 +99,7 @@ class Mend(TrainableEditor):
         return self
 
     def forward(self, condition: Condition, traces: Mapping[str, Trace]) -> dict[str, Delta]:
-        """The factors of all edits, one stack per weight."""
+        """Returns the factors of all edits, one stack per weight."""
         deltas: dict[str, Delta] = {}
         for key, names in self.weights_of.items():
             for i, name in enumerate(names):
@@ -126,7 +126,7 @@ class Transform(nn.Module):
         self.register_buffer("std", torch.ones(weights, width))
 
     def forward(self, weight: int, trace: Trace) -> LowRank:
-        """A = ũ (edits, tokens, in) and B = −η g̃ (edits, tokens, out) of one weight, in the model's dtype."""
+        """Returns A = ũ (edits, tokens, in) and B = −η g̃ (edits, tokens, out) of one weight, in the model's dtype."""
         u, g = normalised(trace, self.mean[weight], self.std[weight])
         z = torch.cat([u, g], dim=-1)  # (edits, tokens, in + out)
         for layer in range(2):

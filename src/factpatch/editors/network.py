@@ -87,7 +87,7 @@ def read_states(traces: Sequence[Trace]) -> Tensor:
 
 
 def reduced(embeddings: Tensor, width: int) -> Tensor:
-    """The embeddings in their `width` directions of largest variance, if there are more: (vocabulary, width).
+    """Projects embeddings that are wider to their `width` directions of largest variance: (vocabulary, width).
 
     A decoder's embeddings alone can have more parameters than the rest of its editor.
     """
@@ -108,7 +108,7 @@ class Gates:
     bias_in: Tensor  # c'    (weights, edits, in)
 
     def factors(self, chosen: list[int], traces: Sequence[Trace], gradients: bool) -> list[LowRank]:
-        """A = [X ⊙ c ; c'] and B = s · [D ⊙ r ; r'] of weights whose traces have one shape, in the model's dtype."""
+        """Returns A = [X ⊙ c ; c'] and B = s · [D ⊙ r ; r'] in the model's dtype. The traces have equal shapes."""
         vectors = (self.gradient_in, self.bias_in, self.gradient_out, self.bias_out)
         X, D = [trace.X for trace in traces], [trace.D for trace in traces]
         a, a_bias, r, r_bias = (

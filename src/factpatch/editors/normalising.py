@@ -28,7 +28,7 @@ class Moments:
         return cls(0, zeros, zeros)
 
     def plus(self, x: Tensor) -> Self:
-        """The moments with more vectors (rows, width), by the parallel form of Welford's update."""
+        """Adds vectors (rows, width) by the parallel form of Welford's update, and returns the new moments."""
         if not len(x):
             return self
         x = x.to(self.mean.dtype)
@@ -45,18 +45,18 @@ class Moments:
 
 
 def joined(trace: Trace) -> Tensor:
-    """[u; g] at each token: (edits, tokens, in + out)."""
+    """Concatenates u and g at each token: (edits, tokens, in + out)."""
     dtype = torch.promote_types(trace.X.dtype, torch.float32)
     return torch.cat([trace.X, trace.D], dim=-1).to(dtype)
 
 
 def with_gradient(trace: Trace) -> Tensor:
-    """Marks the tokens with a gradient, which are neither padding nor without effect: (edits, tokens)."""
+    """Returns a mask of the tokens that have a gradient: (edits, tokens). Padding has none."""
     return trace.D.ne(0).any(-1)
 
 
 def add_traces(moments: Mapping[str, Moments], traces: Mapping[str, Trace]) -> dict[str, Moments]:
-    """The moments of each layer's [u; g], with those of more traces."""
+    """Adds traces to the moments of each layer's [u; g], and returns the new moments."""
     found = dict(moments)
     for name, trace in traces.items():
         both = joined(trace)
@@ -66,7 +66,7 @@ def add_traces(moments: Mapping[str, Moments], traces: Mapping[str, Trace]) -> d
 
 
 def normalised(trace: Trace, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    """û (edits, tokens, in) and ĝ (edits, tokens, out); both are zero at tokens without a gradient."""
+    """Returns û (edits, tokens, in) and ĝ (edits, tokens, out); both are zero at tokens without a gradient."""
     both = (joined(trace) - mean) / (std + EPSILON)
     both = both * with_gradient(trace)[..., None]
     return both.split([trace.X.shape[-1], trace.D.shape[-1]], dim=-1)  # pyright: ignore[reportReturnType]

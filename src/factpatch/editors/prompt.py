@@ -38,7 +38,7 @@ class FactInPrompt(EditMethod):
         raise InputError("the method prompt changes no weights, so it has no patches; use another method")
 
     def prompts(self, edit: FactEdit, inputs: Sequence[str]) -> list[str]:
-        """Each input with the fact before it."""
+        """Puts the fact before each input."""
         parts = re.split(r"(\{x\}|\{a\}|\{input\})", self.form)  # texts may contain braces, so they are filled in once
         fact = {"{x}": edit.x, "{a}": edit.a}
         return ["".join({**fact, "{input}": text}.get(part, part) for part in parts) for text in inputs]

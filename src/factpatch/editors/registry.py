@@ -35,7 +35,7 @@ METHODS: dict[str, Method] = {}
 
 
 def register(name: str, label: str, path: str, trainable: bool = False) -> None:
-    """Adds a method, which `edit`, `evaluate`, `train` and `report` then know by this name."""
+    """Registers a method under a name that `edit`, `evaluate`, `train` and `report` then accept."""
     METHODS[name] = Method(label, path, trainable)
 
 
@@ -51,7 +51,7 @@ register("gradient", "Gradient", "factpatch.editors.finetune:GradientStep")
 
 
 def find_method(name: str) -> Method:
-    """The method registered under a name, or an error that suggests a similar one."""
+    """Returns the method registered under a name. For an unknown name, raises an InputError that suggests another."""
     if name in METHODS:
         return METHODS[name]
     close = difflib.get_close_matches(name, METHODS, n=1)
@@ -77,9 +77,10 @@ def create_method(name: str, **options: Any) -> EditMethod:
 
 
 def load_editor(folder: str | Path, device: str | torch.device = "cpu") -> TrainableEditor:
-    """A trained editor from its folder, from the folder of the run that trained it, or from a name on the hub.
+    """Loads a trained editor from its folder, from the folder of the run that trained it, or from the hub.
 
-    "world" is the embedded editor; a name on the hub starts with "hub:", such as hub:ada/facts-editor.
+    "world" loads the editor that comes with the package. A name on the hub starts with "hub:", as in
+    hub:ada/facts-editor.
     """
     place = world.EDITOR if folder == "world" else hub.locate(folder, *hub.EDITOR)
     if (place / "editor").is_dir():
@@ -89,7 +90,9 @@ def load_editor(folder: str | Path, device: str | torch.device = "cpu") -> Train
         kind = saved.get("kind", "hyper")  # the first editors did not record it
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise FileError(f"{place} is not an editor's folder: cannot read config.json ({reason})") from error
+        raise FileError(
+            f"{place} is not an editor's folder: cannot read config.json ({reason}); check the path"
+        ) from error
     if not isinstance(kind, str) or kind not in METHODS or not METHODS[kind].trainable:
         known = ", ".join(name for name, method in METHODS.items() if method.trainable)
         raise FileError(f"{place} holds an editor of the unknown kind {kind!r}; known kinds: {known}")

@@ -14,7 +14,7 @@ from factpatch.models import Rows, TaskModel
 
 @dataclass(frozen=True)
 class Located:
-    """Edits in several contexts, edit-major, and one token of each row."""
+    """Edits in several contexts, edit-major, and the position of one token in each row."""
 
     rows: Rows  # x alone and after each prefix, with target a
     positions: Tensor  # (rows,)
@@ -28,7 +28,7 @@ class Located:
 
 
 def locate(model: TaskModel, edits: Sequence[FactEdit], prefixes: Sequence[str] = ()) -> Located:
-    """The last token of each edit's subject or, if the subject is not known or not found, of its prompt.
+    """Finds the last token of each edit's subject or, if the subject is not known or not found, of its prompt.
 
     The model must be a decoder, whose prompts are padded on the left.
     """
@@ -45,7 +45,7 @@ def locate(model: TaskModel, edits: Sequence[FactEdit], prefixes: Sequence[str] 
 
 
 def last_subject_token(model: TaskModel, ids: Sequence[int], subject: str | None) -> int:
-    """The index of the token in which the subject's last occurrence ends."""
+    """Returns the index of the token in which the subject's last occurrence ends; without one, of the last token."""
     whole = model.tokenizer.decode(list(ids))
     start = whole.rfind(subject) if subject else -1
     if not subject or start < 0:

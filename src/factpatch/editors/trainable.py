@@ -46,7 +46,7 @@ class EditBatch:
     condition: Condition
 
     def part(self, chosen: slice) -> EditBatch:
-        """Some of the edits."""
+        """Returns the part of the batch with the chosen edits."""
         return EditBatch(self.rows.part(chosen), Condition(self.condition.ids[chosen], self.condition.lengths[chosen]))
 
 
@@ -72,7 +72,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
 
     @classmethod
     def for_model(cls, model: TaskModel, config: Any = None, layers: Sequence[str] = ("*",)) -> Self:
-        """A new, untrained editor for the weights whose names match one of the patterns in `layers`."""
+        """Creates an untrained editor for the weights whose names match one of the patterns in `layers`."""
         shapes = matching_shapes(model, layers)
         # A copy: training the editor must not move the model's own embeddings.
         embeddings = model.word_embeddings.detach().float().clone()
@@ -85,20 +85,20 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
 
     @abstractmethod
     def condition_text(self, edit: FactEdit) -> str:
-        """The text that the editor reads about an edit; empty if it reads none."""
+        """Returns the text that the editor reads about an edit; empty if it reads none."""
 
     @abstractmethod
     def forward(self, condition: Condition, traces: Mapping[str, Trace]) -> dict[str, Delta]:
-        """One update per edit as a stack per weight, from the edits' texts and the layers' traces."""
+        """Returns one update per edit as a stack per weight, from the edits' texts and the layers' traces."""
 
     def trace(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Trace]:
-        """Each layer's trace of the edits, on the unedited model or `under` the changes of earlier updates."""
+        """Captures each layer's trace of the edits, on the unedited model or `under` the changes of earlier updates."""
         layers = {name: model.layers[name] for name in self.shapes}
         with edited(layers, under or {}):
             return capture(layers, lambda: model.losses(batch.rows))
 
     def update(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Delta]:
-        """One update per edit as a stack per weight, differentiable in the editor's parameters."""
+        """Returns one update per edit as a stack per weight, differentiable in the editor's parameters."""
         if self.least_squares is None:
             return self(batch.condition, self.trace(model, batch, under))
         rows = with_distinct_widths(batch.rows)
@@ -106,7 +106,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         return self.least_squares(self(batch.condition, traces), traces, real_tokens(model, rows))
 
     def solve_against(self, covariance: Covariance, ridge: float = 1.0, shrinkage: float = SHRINKAGE) -> None:
-        """From now on, gives updates in their least-squares form, which changes other answers less.
+        """Switches the editor to updates in least-squares form, which change other answers less.
 
         `covariance` is computed from ordinary inputs. Larger values of `ridge` protect their answers better, smaller
         ones the edits; larger values of `shrinkage` generalise better to paraphrases. The editor saves what it needs
@@ -123,11 +123,11 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         return self.log_ridge
 
     def ridges(self) -> dict[str, float]:
-        """λ of each weight, if it was learned."""
+        """Returns λ of each weight, or nothing if it was not learned."""
         return {} if self.log_ridge is None else dict(zip(self.shapes, self.log_ridge.exp().tolist(), strict=True))
 
     def batch(self, model: TaskModel, edits: Sequence[FactEdit]) -> EditBatch:
-        """The edits as tensors on the model's device. Their `y` must be known."""
+        """Converts edits to tensors on the model's device. Their `y` must be known."""
         ids = model.tokenizer([self.condition_text(edit) for edit in edits], verbose=False)["input_ids"]
         lengths = torch.tensor([len(row) for row in ids]).to(model.device)
         rows = model.rows([edit.x for edit in edits], [edit.a for edit in edits])
@@ -180,7 +180,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         """Checks that the editor fits the model and moves it to the model's device."""
         self.check_fits(model)
         # Only if needed: moving an LSTM, even to the device it is on, gives its weights a new address in GPU memory,
-        # whereas recorded training steps would still read the old one.
+        # whereas training steps recorded as CUDA graphs would still read the old one.
         parameter = next(self.parameters())
         if parameter.device != model.device:
             self.to(model.device)
@@ -194,7 +194,10 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
             )
         for name, shape in self.shapes.items():
             if name not in model.layers or weight_shape(model.layers[name]) != shape:
-                raise MismatchError(f"the editor changes {name} of shape {shape}, which this model does not have")
+                raise MismatchError(
+                    f"the editor changes {name} of shape {shape}, which this model does not have; "
+                    "train an editor for this model"
+                )
 
     # In a folder
 
@@ -222,7 +225,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
 
     @classmethod
     def load(cls, folder: Path, device: str | torch.device = "cpu") -> Self:
-        """The editor that `save` wrote."""
+        """Loads an editor that `save` wrote."""
         try:
             saved = json.loads((folder / "config.json").read_text())
             stored = load_file(folder / "editor.safetensors", device=str(device))
@@ -249,13 +252,13 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
 
 
 def _checksum(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
-    """sha256 of an editor's settings and weights."""
+    """Returns the sha256 of an editor's settings and weights."""
     settings = json.dumps({key: value for key, value in config.items() if key != "checksum"}, sort_keys=True)
     return hashlib.sha256(f"{settings} {hash_tensors(state)}".encode()).hexdigest()
 
 
 def matching_shapes(model: TaskModel, patterns: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """The shapes of the editable weights whose names match one of the patterns, such as `*.0.*`."""
+    """Returns the shapes of the editable weights whose names match one of the patterns, such as `*.0.*`."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in model.layers):
             example = next(iter(model.layers))

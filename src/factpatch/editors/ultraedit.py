@@ -30,7 +30,7 @@ from factpatch.patch import Patch
 from factpatch.solving import Sums
 
 EDITS_PER_BATCH = 32  # edits in one forward pass
-SAMPLE = 100  # edits that single edits are normalised by, as many as in one turn
+SAMPLE = 100  # edits whose mean and standard deviation normalise single edits; as many as in one turn
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class UltraEdit(EditMethod):
     def _trace(
         self, model: TaskModel, edits: Sequence[FactEdit], under: Mapping[str, Delta] | None = None
     ) -> dict[str, Trace]:
-        """Each layer's inputs and output gradients, on the unedited model or under one change for all edits."""
+        """Captures each layer's inputs and output gradients, unedited or under one change for all edits."""
         layers: Mapping[str, nn.Module] = chosen_layers(model, self.layers)
         rows = model.rows([edit.x for edit in edits], [edit.a for edit in edits])
         stacks = {name: _as_stack(delta) for name, delta in (under or {}).items()}
@@ -113,19 +113,19 @@ class UltraEdit(EditMethod):
             return capture(layers, lambda: model.losses(rows))
 
     def _values(self, trace: Trace, moments: Moments) -> Tensor:
-        """D = −η ‖û‖² ĝ, zero at tokens without a gradient: (edits, tokens, out)."""
+        """Computes D = −η ‖û‖² ĝ, which is zero at tokens without a gradient: (edits, tokens, out)."""
         u, g = normalised(trace, moments.mean, moments.std)
         return -self.lr * u.square().sum(-1, keepdim=True) * g
 
     def _change(self, trace: Trace, moments: Moments) -> LowRank:
-        """A = K and B = (K Kᵀ + I)⁻¹ D of each edit."""
+        """Returns A = K and B = (K Kᵀ + I)⁻¹ D of each edit."""
         K = (trace.X * with_gradient(trace)[..., None]).double()  # (edits, tokens, in)
         gram = K @ K.mT + torch.eye(K.shape[1], dtype=K.dtype, device=K.device)
         B = torch.linalg.solve(gram, self._values(trace, moments).double())
         return LowRank(K.to(trace.X.dtype), B.to(trace.X.dtype))
 
     def _joint_change(self, name: str, traces: Sequence[Trace], moments: Moments) -> Delta:
-        """ΔW = Dᵀ K (KᵀK + I)⁻¹ of all edits of a turn."""
+        """Returns ΔW = Dᵀ K (KᵀK + I)⁻¹ for all edits of a turn."""
         sums = Sums(traces[0].X.shape[-1])
         for trace in traces:
             real = with_gradient(trace)

@@ -3,7 +3,7 @@
 from factpatch.evaluation.baselines import count_choices, select
 from factpatch.evaluation.measure import measure, predicted_now
 from factpatch.evaluation.merges import MERGES, MergeOptions, solve_against_inputs
-from factpatch.evaluation.run import evaluate, precise, sampled
+from factpatch.evaluation.run import evaluate, measuring_precision, sample_edits
 from factpatch.evaluation.summary import Result, Summary
 from factpatch.evaluation.together import COVERED, Together, count_joint_edits
 
@@ -18,9 +18,9 @@ __all__ = [
     "count_joint_edits",
     "evaluate",
     "measure",
-    "precise",
+    "measuring_precision",
     "predicted_now",
-    "sampled",
+    "sample_edits",
     "select",
     "solve_against_inputs",
 ]

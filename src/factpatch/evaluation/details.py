@@ -25,7 +25,7 @@ from factpatch.patch import Patch, stack_patches
 SKETCH = 1024  # length of the vector that an update is projected to
 EDITS, EDITS_WITH_SCORES, INPUTS_WITH_SCORES = 32, 16, 500  # maximum numbers that get details
 EXAMPLES = 3
-DETAILS = ("details.safetensors", "examples.json")  # the files
+DETAILS = ("details.safetensors", "examples.json")  # the files that are written
 
 
 def write_details(

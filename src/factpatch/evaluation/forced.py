@@ -16,10 +16,10 @@ Accuracies = dict[str, dict[str, float]]  # by revision id, then by text
 
 
 def forced_accuracies(model: TaskModel, groups: Sequence[Sequence[Revision]], parts: int = 1) -> list[Accuracies]:
-    """The accuracy of each revision's target after its input and its paraphrases, with one group of revisions per edit.
+    """Returns the token accuracy of each revision's target, after its input and after each of its paraphrases.
 
-    The model runs under the edits that are active, edit-major. Classifiers have no tokens to force, so nothing is
-    measured for them. `parts` divides batches that do not fit into memory.
+    There is one group of revisions per edit. The model runs under the edits that are active, edit-major. Classifiers
+    have no tokens to force, so nothing is measured for them. `parts` divides batches that do not fit into memory.
     """
     found: list[Accuracies] = [{} for _ in groups]
     if model.kind == "classifier":

@@ -28,7 +28,7 @@ def refuse_other_files(folder: Path) -> None:
     begun = any((folder / name).exists() for name in (EDITS, f".{EDITS}.part"))
     for name in DETAILS if not begun else ():
         if (folder / name).exists():
-            raise FileError(f"{folder / name} is not of an evaluation, so it is not replaced; choose another --output")
+            raise FileError(f"{folder / name} was not written by an evaluation; choose another --output")
 
 
 def open_lines(path: Path, settings: dict[str, Any]) -> ResumableLines | None:

@@ -26,7 +26,7 @@ from factpatch.models.rows import POSITIONS_PER_BATCH
 
 
 def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
-    """Replaces the predictions in revisions by the model's current ones.
+    """Replaces the predictions in revisions with the model's current ones.
 
     In another precision or on another machine, predictions that are nearly ties can differ from those in the file.
     """

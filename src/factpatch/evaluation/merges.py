@@ -26,18 +26,20 @@ MAX_OTHERS = 2000  # maximum number of inputs that a merge or a scope is fitted 
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """Settings of the ways to merge."""
+    """Options for merging patches."""
 
-    mode: Mode = "unedited"  # of merge
+    mode: Mode = "unedited"  # see `merge`
     refine: int = 0  # gradient steps after a merge
     scope: str | None = None  # file of a trained scope
 
 
 def by_sum(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
+    """Adds up the patches of a group."""
     return lambda examiner, patches, group: examine_merged(examiner, reduce(operator.add, patches), group)
 
 
 def by_solve(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
+    """Merges the patches of a group by least squares, with `others` as the ordinary inputs."""
     known = {revision.input: revision.prediction for revision in others[:MAX_OTHERS]}
     covariance = Covariance.compute(model, known, known)
 
@@ -51,7 +53,7 @@ def by_solve(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
 
 
 def solve_against_inputs(model: TaskModel, method: EditMethod, others: Group, ridge: float) -> None:
-    """Gives the updates of an editor, looped or not, their least-squares form against the inputs of revisions."""
+    """Switches an editor, looped or not, to least-squares updates that protect the answers to the revisions' inputs."""
     editor = method.editor if isinstance(method, Looped) else method
     assert isinstance(editor, TrainableEditor)
     known = {revision.input: revision.prediction for revision in others[:MAX_OTHERS]}
@@ -59,6 +61,7 @@ def solve_against_inputs(model: TaskModel, method: EditMethod, others: Group, ri
 
 
 def by_scope(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
+    """Uses each patch only for inputs about its own fact. The scope is fitted to `others`."""
     others = others[:MAX_OTHERS]
     fitted = Scope.load(options.scope, model) if options.scope else Scope.plain(model, others)
     readable = model.encode_readable([revision.input for revision in others])
@@ -99,11 +102,11 @@ MERGES: dict[str, Merge] = {
     "sum": by_sum,
     "solve": by_solve,
     "scope": by_scope,
-    "own": by_sum,  # of the one patch that the method itself makes for the whole group
+    "own": by_sum,  # there is only one patch, which the method itself makes for the whole group
 }
 
 
 def find_merge(name: str) -> Merge:
     if name not in MERGES:
-        raise InputError(f"there is no way to merge called {name!r}; choose one of {', '.join(MERGES)}")
+        raise InputError(f"there is no merge called {name!r}; choose one of {', '.join(MERGES)}")
     return MERGES[name]

@@ -18,7 +18,7 @@ RATES = ("success", "equivalence", "retain")
 def measure_patches(
     model: TaskModel, patches: Sequence[Patch], paraphrases: Mapping[str, Sequence[str]], others: Sequence[str]
 ) -> list[dict[str, float | None]]:
-    """The RATES of each of several patches that make the same edits; None where there was nothing to measure.
+    """Measures the RATES of several patches that make the same edits; None where there was nothing to measure.
 
     `paraphrases` are those of the edits' inputs, by the input's normalised text. `others` are control inputs.
     """

@@ -23,7 +23,7 @@ class PromptExaminer:
         self.controls = ControlInputs(others)
 
     def examine(self, revisions: Sequence[Revision]) -> list[Examined]:
-        """The outcome of each revision. KL is not measured: the inputs are other texts than before."""
+        """Measures each revision. KL is not measured, because the model reads other texts than before the edit."""
         asked = [[*measured_texts(r), *(other.input for other in self.others)] for r in revisions]
         prompts = [self.method.prompts(edit_of(r), texts) for r, texts in zip(revisions, asked, strict=True)]
         answers = iter(self.model.predict([prompt for own in prompts for prompt in own], cut=True))

@@ -40,11 +40,12 @@ Progress = Callable[[int], object]
 
 
 @contextmanager
-def precise(model: TaskModel, precision: str | None, baseline: bool) -> Iterator[None]:
+def measuring_precision(model: TaskModel, precision: str | None, baseline: bool) -> Iterator[None]:
     """Runs a block in the given precision, or in the default precision for measuring edits.
 
-    Beam search meets near ties, and fine-tuning (the baseline) stops at one. The rounding of bf16 would resolve some
-    of them differently, so both use float32 by default; trained editors use TF32 products on a GPU.
+    In bf16, rounding can decide which of two nearly equal answers wins. That affects beam search, and fine-tuning
+    (`baseline`), which stops as soon as the target wins. By default both use float32, with TF32 products for trained
+    editors on a GPU.
     """
     near_ties = baseline or model.near_ties
     dtype = find_dtype(precision or ("fp32" if near_ties else None), model.device.type)
@@ -52,7 +53,7 @@ def precise(model: TaskModel, precision: str | None, baseline: bool) -> Iterator
         yield
 
 
-def sampled(
+def sample_edits(
     model: TaskModel,
     revisions: Sequence[Revision],
     edits: int | None,
@@ -60,7 +61,7 @@ def sampled(
     seed: int,
     targets: str = "beam",
 ) -> tuple[list[Revision], list[Revision]]:
-    """Samples revisions to edit to `targets` of a kind, and control inputs; a number that is None means all."""
+    """Samples `edits` revisions with a target of the kind `targets`, and `retain` control inputs; None means all."""
     rng = random.Random(seed)
     candidates = with_targets(model, revisions, [targets], seed)
     if not candidates:
@@ -97,7 +98,9 @@ def evaluate(
     refuse_other_files(folder)
     edits, others = from_first((editable(model, predicted_now(model, edits)), predicted_now(model, others)))
     if not edits:
-        raise InputError("nothing to edit: the model already gives every alternative, or cannot give it")
+        raise InputError(
+            "nothing to edit: the model already gives every alternative, or cannot give it; use other revisions"
+        )
     if together:
         edits = about_different_facts(edits)
         count_joint_edits(len(edits), together.sizes)  # fails now rather than after hours of single edits

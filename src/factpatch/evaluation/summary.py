@@ -53,7 +53,7 @@ class Conditions:
         return cls(**{key: value for key, value in known.items() if key in names}, options=options)
 
     def identity(self) -> dict[str, Any]:
-        """Everything but the names of files, whose content is part of it as hashes."""
+        """Returns all conditions but the names of files. The files' contents are included as hashes."""
         known = {**asdict(self), "options": {k: v for k, v in self.options.items() if k not in NAMES}}
         return {key: value for key, value in known.items() if key not in NAMES}
 
@@ -185,7 +185,7 @@ _NAMES: dict[Any, str] = {
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value has the type of a field of Conditions."""
+    """Returns True if a value has the type of a field of Conditions."""
     if kind == list[int]:
         return isinstance(value, list) and all(_is_a(one, int) for one in value)
     if kind == float | None:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 def kernels_support(x: Tensor) -> bool:
-    """Whether our kernels can run on this tensor: half precision, on a supported GPU."""
+    """Returns True if our kernels can run on this tensor: it must be in half precision and on a supported GPU."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_kernels(x.device)
 
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether our kernels run on a GPU."""
+    """Returns True if our kernels compile for this GPU and run on it."""
     if find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Attention within and between short texts.
+"""Attention for short texts: self-attention and cross-attention.
 
 One program computes one row and head: queries (Q, width), keys and values (K, width). No intermediate result is written
 to memory; the backward pass computes the attention weights again.
@@ -13,13 +13,13 @@ import triton  # pyright: ignore[reportMissingImports] (comes with torch for GPU
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-WARPS = (1, 2)  # per 1024 values of a tile, in the forward and in the backward pass
+WARPS = (1, 2)  # warps per 1024 values of a tile, in the forward and in the backward pass
 NEVER = tl.constexpr(-1e30)  # score of masked keys; finite, so that rows with only masked keys give no NaN
 
 
 @triton.jit
 def _tile(start, stride_token, tokens, width: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
-    """Addresses of one row and head, and which of them lie inside it."""
+    """Returns the addresses of a tile of one row and head, and a mask of those that lie inside the row."""
     token, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, WIDTH)[None, :]
     return start + token * stride_token + column, (token < tokens) & (column < width)
 
@@ -38,7 +38,7 @@ def _write(values, start, stride_token, tokens, width: tl.constexpr, TOKENS: tl.
 
 @triton.jit
 def _weights(q, k, mask, stride_query, stride_key, queries, keys, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr):
-    """Attention weights softmax(q kᵀ · scale) with masked keys left out: (Q, K)."""
+    """Computes the attention weights softmax(q kᵀ · scale), with masked keys left out: (Q, K)."""
     scores = tl.dot(q, tl.trans(k)) * scale
     query, key = tl.arange(0, q.shape[0])[:, None], tl.arange(0, k.shape[0])[None, :]
     if MASKED:
@@ -97,7 +97,7 @@ class ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-        # In the memory layout that the next layer reads.
+        # Allocated in the memory layout that the next layer reads.
         out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
         ctx.save_for_backward(q, k, v, mask)
         ctx.scale, ctx.causal = scale, causal
@@ -122,7 +122,10 @@ def _launch(
     causal: bool,
     warps: int,
 ) -> None:
-    """Launches a kernel. `like` are the tensors whose strides it needs; the last three are q, k and v."""
+    """Launches a kernel on the tensors `first`, followed by q, k and v.
+
+    `like` holds the tensors whose strides the kernel needs; the last three are q, k and v.
+    """
     rows, heads, queries, width = like[1].shape
     keys = like[2].shape[2]
     Q, K, WIDTH = (max(16, triton.next_power_of_2(size)) for size in (queries, keys, width))

@@ -25,7 +25,7 @@ def _read(logits, column, width):
 
 @triton.jit
 def _log_sum(logits, width, BLOCK: tl.constexpr):
-    """log Σ exp of a row, in one pass that keeps a running maximum."""
+    """Computes log Σ exp of a row, in one pass that keeps a running maximum."""
     column = tl.arange(0, BLOCK)
     most = tl.full((BLOCK,), NEVER, tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)

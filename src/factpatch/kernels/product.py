@@ -76,5 +76,5 @@ def edited_product(x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Shared memory in bytes that one program may use."""
+    """Returns the shared memory in bytes that one program may use."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0

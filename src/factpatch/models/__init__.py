@@ -44,10 +44,10 @@ def load_model(
     dropout: float | None = None,
     template: str | None = None,
 ) -> TaskModel:
-    """Loads a task model from a folder or a GGUF file or, if there is none, from the hub; "world" is the embedded one.
+    """Loads a task model from a folder, a GGUF file or the hub; "world" loads the model that comes with the package.
 
-    The prefix hub: says that a name is one on the hub. A name such as runs/fever without it is a missing folder if
-    there is a folder runs.
+    A name that is neither a folder nor a file is looked up on the hub. A name such as runs/fever counts as a missing
+    folder if there is a folder runs, unless the prefix hub: is put before it.
 
     The config determines the kind of model. A model that is not yet of a supported kind, such as a bare encoder that
     is about to be fine-tuned, needs `task` ("classify" or "answer") and, for a classifier, `labels`. `dropout` replaces
@@ -139,14 +139,17 @@ def _check_tokens(model: TaskModel) -> None:
     added = model.tokenizer.get_added_vocab()
     highest, rows = max(number for token, number in known.items() if token not in added), len(model.word_embeddings)
     if highest >= rows:
-        raise ModelError(f"the tokenizer has a token {highest}, but the model only {rows} embeddings; they do not fit")
+        raise ModelError(
+            f"the tokenizer's highest token id is {highest}, but the model has {rows} embeddings; "
+            "use the tokenizer that belongs to the model"
+        )
 
 
 def _set_template(model: TaskModel, folder: Path | None, template: str | None, refitted: bool) -> None:
     """Sets a decoder's template: the given one, "" for none, or by default the one in its folder."""
     if not isinstance(model, Causal):
         if template is not None:
-            raise InputError(f"a template makes prompts for decoders, and this model is a {model.kind}; leave it out")
+            raise InputError(f"only decoders have a template, and this model is a {model.kind}; leave out --template")
         return
     stored, tokens = read_settings(folder) if folder else (None, None)
     if template is not None and tokens is not None and not refitted and (template or None) != stored:
@@ -158,13 +161,13 @@ def _set_template(model: TaskModel, folder: Path | None, template: str | None, r
 
 
 def _check_sizes(config: PretrainedConfig) -> None:
-    """Raises a ModelError for numbers with which building the model would not end or would fill the memory."""
+    """Raises a ModelError for sizes so large that building the model would never end or would run out of memory."""
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MAX_LAYERS:
-        raise ModelError(f"expected at most {MAX_LAYERS:,} layers in config.json, found {layers:,}")
+        raise ModelError(f"expected at most {MAX_LAYERS:,} layers in config.json, found {layers:,}; correct the file")
     for key, value in config.to_dict().items():
         if isinstance(value, int | float) and abs(value) > MAX_SIZE and key.endswith(SIZES):
-            raise ModelError(f"expected a size in {key!r} of config.json, found {value:.3g}")
+            raise ModelError(f"expected a size in {key!r} of config.json, found {value:.3g}; correct the file")
 
 
 def _adapt_config(config: PretrainedConfig, labels: Sequence[str] | None, dropout: float | None) -> None:
@@ -179,7 +182,7 @@ def _adapt_config(config: PretrainedConfig, labels: Sequence[str] | None, dropou
 
 
 def _read_held_out(path: Path) -> frozenset[str] | None:
-    """The ids of the records that `fit` held out, or None if it did not make the model."""
+    """Reads the ids of the records that `fit` held out; returns None if `fit` did not make the model."""
     if not path.exists():
         return None
     try:
@@ -192,7 +195,7 @@ def _read_held_out(path: Path) -> frozenset[str] | None:
 
 
 def kind_of(config: PretrainedConfig, task: str | None = None) -> type[TaskModel]:
-    """Classifier, Seq2Seq or Causal, depending on the task, if given, and the architecture that the config names."""
+    """Returns Classifier, Seq2Seq or Causal, depending on the task, if given, and on the config's architecture."""
     architecture = (config.architectures or ["none"])[0]
     if task == "classify" or (task is None and architecture.endswith("ForSequenceClassification")):
         return Classifier
@@ -201,7 +204,7 @@ def kind_of(config: PretrainedConfig, task: str | None = None) -> type[TaskModel
     if architecture.endswith(("ForCausalLM", "LMHeadModel")) and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return Causal
     if task == "answer":
-        return Seq2Seq  # which says why it cannot be loaded
+        return Seq2Seq  # loading it then fails with the reason
     raise ModelError(
         f"expected a sequence classifier, an encoder-decoder or a decoder, found {architecture}; "
         "fine-tune the model for one of these tasks first"
@@ -209,7 +212,7 @@ def kind_of(config: PretrainedConfig, task: str | None = None) -> type[TaskModel
 
 
 def _source(name: str | Path) -> tuple[str, bool]:
-    """The name or path to give to transformers, and whether it is a local folder or file."""
+    """Returns the name or path to give to transformers, and whether it is a local folder or file."""
     given = str(name)
     if given.startswith(hub.PREFIX):
         if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", found := given.removeprefix(hub.PREFIX)):

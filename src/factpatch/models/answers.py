@@ -24,7 +24,7 @@ class Answer:
 
 
 def best_answers(model: TaskModel, inputs: Sequence[str], count: int = 5) -> list[list[Answer]]:
-    """The `count` best answers to each input, best first."""
+    """Returns the `count` best answers to each input, best first."""
     parts = [inputs[start : start + PATCHES_PER_BATCH] for start in range(0, len(inputs), PATCHES_PER_BATCH)]
     with model.lock:
         return [answers for part in parts for answers in _ranked(model, part, count, edits=1)]
@@ -33,7 +33,7 @@ def best_answers(model: TaskModel, inputs: Sequence[str], count: int = 5) -> lis
 def best_answers_patched(
     model: TaskModel, patches: Sequence[Patch], inputs: Sequence[str], count: int = 5
 ) -> list[list[Answer]]:
-    """The `count` best answers to each input under that input's own patch. The weights are not changed."""
+    """Returns the `count` best answers to each input under that input's own patch. The weights are not changed."""
     found: list[list[Answer]] = []
     for start in range(0, len(inputs), PATCHES_PER_BATCH):
         part = slice(start, start + PATCHES_PER_BATCH)
@@ -54,7 +54,7 @@ def _ranked(model: TaskModel, inputs: Sequence[str], count: int, edits: int) -> 
 
 
 def _by_text(found: Sequence[tuple[str, float | None]]) -> dict[str, float | None]:
-    """The log-probability of each different text, best first: beams can differ in tokens that are not in the text."""
+    """Returns the log-probability of each distinct text, best first: different beams can decode to the same text."""
     best: dict[str, float | None] = {}
     for text, value in found:
         best[text] = value if best.get(text) is None else best[text]
@@ -66,7 +66,7 @@ def _fill_in(model: TaskModel, inputs: Sequence[str], log_p: Sequence[dict[str, 
     unknown = [[text for text, value in found.items() if value is None] for found in log_p]
     if not (most := max(map(len, unknown))):
         return
-    # Each edit needs the same number of rows, so that some known answers are computed again.
+    # Each edit needs the same number of rows, so some known answers are computed again.
     texts = [(few + [next(iter(found))] * most)[:most] for few, found in zip(unknown, log_p, strict=True)]
     pairs = [(x, text) for x, answers in zip(inputs, texts, strict=True) for text in answers]
     rows = model.rows([x for x, _ in pairs], [text for _, text in pairs]).at_targets()

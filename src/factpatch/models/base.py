@@ -21,8 +21,8 @@ from factpatch.patch import Patch, stack_patches
 
 # Padded tokens per inference batch: enough to keep the device busy, few enough to fit beside a base-sized model.
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 262_144}
-MOST_SPECIAL_TOKENS = 8  # that a tokenizer adds to a text
-MAX_PREDICTION_TOKENS = 4096  # of a prediction that the user gives; editors read it, and need memory for each token
+MOST_SPECIAL_TOKENS = 8  # upper bound on the special tokens that a tokenizer adds to a text
+MAX_PREDICTION_TOKENS = 4096  # limit for a prediction given by the user: editors read it, and each token needs memory
 PATCHES_PER_BATCH = 32  # different patches in one forward pass
 
 
@@ -62,15 +62,15 @@ class TaskModel(StoredModel):
 
     @abstractmethod
     def collate(self, encoded: Sequence[Encoded], targets: Sequence[Any] | None = None) -> Rows:
-        """Encoded texts, and their encoded targets if given, as one padded batch."""
+        """Pads encoded texts, and their encoded targets if given, to one batch."""
 
     @abstractmethod
     def logits(self, rows: Rows) -> Tensor:
-        """Scores in float32 of the labels, (rows, labels), or of each target token, (rows, tokens, vocabulary)."""
+        """Returns float32 scores of the labels, (rows, labels), or at each target token, (rows, tokens, vocabulary)."""
 
     @abstractmethod
     def features(self, rows: Rows) -> Tensor:
-        """The inputs of `head` at each target position: (positions, width).
+        """Returns the inputs of `head` at each target position: (positions, width).
 
         Features are much narrower than the scores of a whole vocabulary, so many of them can be kept.
         """
@@ -84,12 +84,12 @@ class TaskModel(StoredModel):
         return self.head(features).float()
 
     def answers_from(self, features: Tensor) -> list[str] | None:
-        """The answer at each position if the features alone decide it, or None if answering needs a search."""
+        """Returns the answer at each position if the features alone decide it, or None if answering needs a search."""
         return None
 
     @abstractmethod
     def losses(self, rows: Rows) -> Tensor:
-        """Cross-entropy of each row's target, averaged over its tokens: (rows,)."""
+        """Returns the cross-entropy of each row's target, averaged over its tokens: (rows,)."""
 
     @abstractmethod
     def decide(self, rows: Rows, count: int = 1, edits: int | None = None) -> list[list[str]]:
@@ -101,7 +101,7 @@ class TaskModel(StoredModel):
     def decide_scored(
         self, rows: Rows, count: int = 1, edits: int | None = None
     ) -> list[list[tuple[str, float | None]]]:
-        """Like `decide`, with the log-probability of each output where the search finds it on the way, else None."""
+        """Returns what `decide` does, with each output's log-probability, or None if the search did not compute it."""
         return [[(text, None) for text in ranked] for ranked in self.decide(rows, count, edits)]
 
     @abstractmethod
@@ -110,16 +110,16 @@ class TaskModel(StoredModel):
 
     @abstractmethod
     def valid_targets(self, texts: Sequence[str]) -> set[str]:
-        """Picks the texts that `check_target` accepts."""
+        """Returns the texts that `check_target` accepts."""
 
     # What all kinds share
 
     def predict(self, inputs: Sequence[str], cut: bool = False) -> list[str]:
-        """The model's answer to each input. With `cut`, inputs that are too long for the model are truncated."""
+        """Returns the model's answer to each input. With `cut`, inputs too long for the model are truncated."""
         return [ranked[0] for ranked in self.candidates(inputs, count=1, cut=cut)]
 
     def candidates(self, inputs: Sequence[str], count: int = 5, cut: bool = False) -> list[list[str]]:
-        """The `count` best outputs for each input, best first."""
+        """Returns the `count` best outputs for each input, best first."""
         encoded = self.encode(inputs, self.max_input_tokens) if cut else self.encode_checked(inputs)
         return self.candidates_encoded(encoded, count)
 
@@ -127,7 +127,7 @@ class TaskModel(StoredModel):
     @torch.no_grad()
     @no_cudnn_attention()
     def candidates_encoded(self, encoded: Sequence[Encoded], count: int = 5) -> list[list[str]]:
-        """The `count` best outputs for each encoded text, in batches of texts of similar length."""
+        """Returns the `count` best outputs for each encoded text, computed in batches of texts of similar length."""
         found: list[list[str]] = [[] for _ in encoded]
         for batch in self.batches([len(one["input_ids"]) for one in encoded], self.sequences(count)):
             decided = self._decide_in_parts([encoded[i] for i in batch], count)
@@ -154,7 +154,7 @@ class TaskModel(StoredModel):
     @torch.no_grad()
     @no_cudnn_attention()
     def predict_patched(self, patches: Sequence[Patch], inputs: Sequence[str]) -> list[str]:
-        """The model's answer to each input under that input's own patch. The weights are not changed."""
+        """Returns the model's answer to each input under that input's own patch. The weights are not changed."""
         if len(patches) != len(inputs):
             raise InputError(f"expected one patch per input, found {len(patches)} patches and {len(inputs)} inputs")
         for patch in {id(patch): patch for patch in patches}.values():
@@ -167,7 +167,7 @@ class TaskModel(StoredModel):
         return answers
 
     def rows(self, inputs: Sequence[str], targets: Sequence[str] | None = None) -> Rows:
-        """Texts, and the target of each if given, as one padded batch."""
+        """Encodes texts, and the target of each if given, as one padded batch."""
         return self.collate(self.encode(inputs), None if targets is None else self.encode_targets(targets))
 
     def encode(self, texts: Sequence[str], limit: int | None = None) -> list[Encoded]:
@@ -188,12 +188,12 @@ class TaskModel(StoredModel):
         return encoded
 
     def padded_inputs(self, encoded: Sequence[Encoded]) -> dict[str, Tensor]:
-        """The forward's arguments, always padded on the right: no tokens are generated after the inputs."""
+        """Pads encoded texts on the right and returns the arguments of the model's forward pass."""
         fills = {"input_ids": self.tokenizer.pad_token_id or 0}
         return {key: padded([one[key] for one in encoded], fills.get(key, 0), self.device) for key in encoded[0]}
 
     def sequences(self, count: int) -> int:
-        """The number of sequences that the model follows per text to find its `count` best outputs."""
+        """Returns the number of sequences that the model follows per text to find its `count` best outputs."""
         return self.beams
 
     def batches(
@@ -201,7 +201,7 @@ class TaskModel(StoredModel):
     ) -> Iterator[list[int]]:
         """Groups texts, given their lengths in tokens, into batches of a size that suits the device, longest first.
 
-        `tokens` are those of a batch, by type of device.
+        `tokens` is the number of tokens per batch, by type of device.
         """
         budget = tokens.get(self.device.type, tokens["cpu"])
         if self.device.type == "cuda":  # GPU memory must hold the scores of all sequences over the vocabulary
@@ -214,7 +214,7 @@ class TaskModel(StoredModel):
             start += size
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """The number of tokens of each text."""
+        """Returns the number of tokens of each text."""
         return [len(one["input_ids"]) for one in self.encode(texts)]
 
     def check_input(self, text: str) -> None:
@@ -222,7 +222,7 @@ class TaskModel(StoredModel):
         self._check(text, self._tokens_unless_short(text))
 
     def _tokens_unless_short(self, text: str) -> int:
-        """The number of tokens of a text, or 0 if it is so short that the model can certainly read it."""
+        """Returns the number of tokens of a text, or 0 if it is so short that the model can certainly read it."""
         # An ASCII character becomes at most one token and any other at most 18 (some normalise to whole phrases), so
         # most texts are known to fit without tokenising them.
         fits_surely = (1 if text.isascii() else 18) * len(text) + self.most_added_tokens <= self.max_input_tokens
@@ -238,7 +238,7 @@ class TaskModel(StoredModel):
             )
 
     def encode_readable(self, texts: Sequence[str]) -> dict[str, Encoded]:
-        """Encodes those of the texts that are neither empty nor too long for the model."""
+        """Encodes the texts that are neither empty nor too long for the model, and drops all others."""
         there = [text for text in dict.fromkeys(texts) if text.strip()]
         encoded = zip(there, self.encode(there), strict=True)
         return {text: one for text, one in encoded if len(one["input_ids"]) <= self.max_input_tokens}
@@ -263,11 +263,11 @@ class TaskModel(StoredModel):
         ]
 
     def _checked(self, edit: FactEdit) -> FactEdit | InputError:
-        """The edit with its target as the model would output it, or the error if the model cannot read its texts."""
+        """Returns the edit with its target as the model would output it, or the error if the edit is invalid."""
         try:
             self.check_input(edit.x)
             if edit.y is not None and (tokens := self._tokens_unless_short(edit.y)) > MAX_PREDICTION_TOKENS:
-                raise InputError(f"the prediction has {tokens} tokens, at most {MAX_PREDICTION_TOKENS} are possible")
+                raise InputError(f"the prediction has {tokens} tokens, at most {MAX_PREDICTION_TOKENS} fit; shorten it")
             return replace(edit, a=self.check_target(edit.a))
         except InputError as error:
             return error
@@ -282,7 +282,7 @@ def _with_prediction(edit: FactEdit, prediction: str | None) -> FactEdit | Input
 
 
 def _input_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The longest input in tokens that the position embeddings and the tokenizer allow, or 1024 without a limit."""
+    """Returns the longest input in tokens that position embeddings and tokenizer allow, or 1024 without a limit."""
     positions = getattr(model.config, "max_position_embeddings", None)
     embeddings = next((m for n, m in model.named_modules() if n.endswith("position_embeddings")), None)
     offset = getattr(embeddings, "padding_idx", None)

@@ -40,19 +40,19 @@ _INERT = {
 
 
 def supports(config: GenerationConfig) -> bool:
-    """Whether this search supports these settings, so that it gives the same answers as `generate`."""
+    """Returns True if this search supports these settings, and so gives the same answers as `generate`."""
     inert = all(getattr(config, name, None) in values for name, values in _INERT.items())
     single_words = all(len(word) == 1 for word in config.bad_words_ids or [])
     return inert and single_words and config.early_stopping in (True, False, None) and _has_one_end_token(config)
 
 
 def gives_probabilities(config: GenerationConfig) -> bool:
-    """Whether scores come from the probabilities of all tokens: none is forced at the start, none left out."""
+    """Returns True if scores are log-probabilities of whole sequences: no first token is forced, none is left out."""
     return supports(config) and config.forced_bos_token_id is None and not config.renormalize_logits
 
 
 def _has_one_end_token(config: GenerationConfig) -> bool:
-    """Whether there are a start token and a single end token, which is not a banned word."""
+    """Returns True if there are a start token and a single end token, which is not a banned word."""
     if config.eos_token_id is None or config.decoder_start_token_id is None or len(_end_tokens(config)) > 1:
         return False
     return _end_tokens(config) not in (config.bad_words_ids or [])
@@ -89,7 +89,7 @@ def beam_search(
     stop: Stop | None = None,
     count: int | None = None,
 ) -> Found:
-    """Searches the best sequences of each row, of which only the best `count` are needed, by default all.
+    """Finds the best sequences of each row. Only the best `count` of them are needed, by default all.
 
     A sequence ends where `stop` says so, by default with the end token. With `edits`, finished rows leave the batch.
     """
@@ -125,7 +125,7 @@ def _keep(found: Found, state: _Beams) -> None:
 
 
 def _is_settled(state: _Beams, count: int, length: int, config: GenerationConfig) -> Tensor:
-    """Whether the best `count` sequences of each row are certain: (B,).
+    """Returns a mask of the rows whose best `count` sequences can no longer change: (B,).
 
     Log-probabilities only fall as a sequence grows. Without a bonus for length, the scores fall too, so that no running
     sequence can overtake a finished one with a higher score.
@@ -189,7 +189,7 @@ def _advance(
 def _best_tokens(
     logits: Tensor, count: int, length: int, limit: int, config: GenerationConfig, banned: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The best next tokens of each sequence and their log-probabilities."""
+    """Returns the best next tokens of each sequence and their log-probabilities."""
     forced = config.forced_bos_token_id if length == 1 else None
     if length == limit - 1 and config.forced_eos_token_id is not None:
         forced = config.forced_eos_token_id
@@ -205,7 +205,7 @@ def _best_tokens(
 
 
 def _top(scores: Tensor, count: int) -> Tensor:
-    """The indices of the highest scores of each row, best first.
+    """Returns the indices of the highest scores of each row, best first.
 
     They lie in the blocks with the highest maxima. On a GPU finding these blocks takes one pass over the scores,
     whereas `topk` over a whole vocabulary makes several.

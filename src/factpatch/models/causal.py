@@ -96,7 +96,7 @@ class Causal(TextModel):
         return [{"input_ids": one, "attention_mask": [1] * len(one)} for one in ids]
 
     def _shortened(self, text: str, most: int) -> Encoded:
-        """The prompt of as much of the text's beginning as fits."""
+        """Encodes the prompt for the longest beginning of the text that fits."""
         ids = self.tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]
         for kept in range(min(len(ids), most), -1, -1):
             (encoded,) = self._tokenized([str(self.tokenizer.decode(ids[:kept]))])
@@ -105,7 +105,7 @@ class Causal(TextModel):
         raise InputError(f"the template alone has more than {most} tokens; use a shorter template")
 
     def encode_targets(self, targets: Sequence[str]) -> list[list[int]]:
-        """The tokens of each target as they follow a prompt, and an end token."""
+        """Returns the tokens of each target as they follow a prompt, and an end token."""
         ending = self.template.ending
         texts = [ending, *(self._after(ending, target) for target in targets)]
         (start, *whole) = self.tokenizer(texts, verbose=False, add_special_tokens=False)["input_ids"]
@@ -133,7 +133,7 @@ class Causal(TextModel):
         return Rows(self._aligned(self.padded_inputs(encoded)), labels)
 
     def _aligned(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Prompts with all padding on the left, and the positions of their tokens."""
+        """Moves all padding of the prompts to the left, and adds the positions of their tokens."""
         mask = inputs["attention_mask"]
         width = mask.shape[1]
         trailing = mask.flip(1).argmax(1, keepdim=True)  # (rows, 1)  padding on the right
@@ -148,7 +148,10 @@ class Causal(TextModel):
     # Forward passes
 
     def joint_inputs(self, rows: Rows) -> dict[str, Tensor]:
-        """The forward's arguments for prompts followed by their targets, whose last token is only predicted."""
+        """Returns the forward pass's arguments for prompts followed by their targets.
+
+        The last token of a target is predicted but not read.
+        """
         assert rows.labels is not None
         prompts = self._aligned(rows.inputs)
         read, there = rows.labels[:, :-1], rows.labels[:, 1:] != NO_TARGET
@@ -164,7 +167,7 @@ class Causal(TextModel):
         return self.model(input_ids=one, use_cache=False).logits
 
     def _next_logits(self, **inputs: Any) -> Tensor:
-        """The logits after the last token, with cached keys and values: (rows, vocabulary)."""
+        """Returns the logits after the last token, with cached keys and values: (rows, vocabulary)."""
         with self._head_reads(lambda states: states[:, -1:]):
             return self.model(**self._accepted(inputs), use_cache=True).logits[:, -1]
 
@@ -209,7 +212,7 @@ class Causal(TextModel):
 
 
 def read_settings(folder: Path) -> tuple[str | None, int | None]:
-    """The template and the maximum length of an answer that are stored in a model's folder, if any."""
+    """Reads the template and the maximum length of an answer from a model's folder, if they are stored there."""
     path = folder / SETTINGS
     if not path.exists():
         return None, None
@@ -224,12 +227,12 @@ def read_settings(folder: Path) -> tuple[str | None, int | None]:
 
 
 def _positions(mask: Tensor) -> Tensor:
-    """The position of each token in its text, counted without padding: (rows, tokens)."""
+    """Returns the position of each token in its text, counted without padding: (rows, tokens)."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The end tokens; the first is the one that targets end with."""
+    """Returns all end tokens; the first is the one that targets end with."""
     config = model.generation_config.eos_token_id if model.generation_config else None
     known = [tokenizer.eos_token_id, *(config if isinstance(config, list) else [config]), model.config.eos_token_id]
     found = list(dict.fromkeys(token for token in known if isinstance(token, int)))

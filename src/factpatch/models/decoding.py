@@ -1,6 +1,6 @@
 """Generation one token at a time: how each kind of model continues its rows, and greedy search.
 
-Searches run on batches whose rows may be under different edits (`engine.edited`), so that rows must stay edit-major.
+Searches run on batches whose rows may be under different edits (`engine.edited`), so rows must stay edit-major.
 Finished rows leave the batch only together with the rows of the same index under all other edits.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-Stop = Callable[[Tensor, Tensor], Tensor]  # from the previous and the new tokens to whether sequences end with these
+Stop = Callable[[Tensor, Tensor], Tensor]  # maps previous and new tokens to whether each sequence ends
 
 
 class Steps(Protocol):
@@ -36,7 +36,7 @@ class Steps(Protocol):
         ...
 
     def select(self, flat: Tensor, fewer: bool) -> None:
-        """Continues with these of the rows·beams. With `fewer`, some rows have left."""
+        """Keeps the sequences with these indices into rows·beams. `fewer` says that some rows have left."""
         ...
 
 
@@ -116,7 +116,7 @@ class PromptSteps:
 
 
 def rows_that_stay(done: Tensor, edits: int | None) -> tuple[bool, Tensor | None]:
-    """Whether all rows are done and, if enough rows can leave the batch, the indices of those that stay.
+    """Returns whether all rows are done and, if enough rows can leave the batch, the indices of those that stay.
 
     Leaving copies all cached keys and values, so it waits until a quarter of the rows can leave. Without `edits`, all
     rows stay to the end.
@@ -130,7 +130,7 @@ def rows_that_stay(done: Tensor, edits: int | None) -> tuple[bool, Tensor | None
 def greedy_search(
     steps: Steps, limit: int, stop: Stop, banned_first: Tensor, fill: int, edits: int | None = None
 ) -> Tensor:
-    """The most likely token at each step, until `stop` or `limit` tokens: (rows, limit), padded with `fill`.
+    """Generates the most likely token at each step, until `stop` or `limit` tokens: (rows, limit), padded with `fill`.
 
     The first token is none of `banned_first`.
     """

@@ -11,7 +11,10 @@ from factpatch.models.rows import POSITIONS_PER_BATCH, Rows
 
 @torch.no_grad()
 def token_accuracy(model: TaskModel, rows: Rows) -> Tensor:
-    """The share of each row's target tokens that are the most likely ones, without start and end tokens: (rows,)."""
+    """Returns the share of each row's target tokens that are the most likely ones: (rows,).
+
+    Start and end tokens do not count.
+    """
     tokenizer = model.tokenizer
     around = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
     rows = rows.at_targets(ignored=[token for token in around if token is not None])

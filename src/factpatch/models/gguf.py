@@ -13,7 +13,7 @@ from factpatch.errors import ModelError
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that a path means: the file itself, or the only one in a folder without another model."""
+    """Finds the GGUF file at a path: the file itself, or the only one in a folder without another model."""
     if path.suffix == ".gguf" and path.is_file():
         return path
     if not path.is_dir() or (path / "config.json").exists():
@@ -46,13 +46,13 @@ def check_gguf(path: Path) -> None:
 
 
 def dequantized() -> dict[str, Any]:
-    """The option of `from_pretrained` that unpacks all weights. Older versions of transformers always unpack them."""
+    """Returns the option of `from_pretrained` that dequantises all weights. Older transformers always do so."""
     config_class = getattr(transformers, "GgufConfig", None)
     return {"quantization_config": config_class(dequantize=True)} if config_class else {}
 
 
 def make_plain(model: PreTrainedModel) -> None:
-    """Removes the marks of quantisation from a model with dequantised weights, so that it can be cast and saved."""
+    """Removes the quantisation attributes of a model with dequantised weights, so that it can be cast and saved."""
     for name in ("hf_quantizer", "quantization_method"):
         if name in vars(model):
             delattr(model, name)

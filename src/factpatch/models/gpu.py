@@ -23,7 +23,7 @@ LONGEST, WIDEST = 64, 128  # maximum number of tokens and head width that the at
 WIDEST_NORM = 8192
 
 
-def suit_gpu(model: PreTrainedModel) -> None:
+def use_gpu_kernels(model: PreTrainedModel) -> None:
     """Replaces slow parts of the model. Its outputs stay the same up to rounding."""
     if not torch.cuda.is_available():
         return
@@ -105,7 +105,7 @@ class AlignedLinear(nn.Linear):
         state = (weight.data_ptr(), weight.dtype, weight.device, weight._version)
         if self._filled is None or self._filled[0] != state:
             with torch.inference_mode(False):
-                self._filled = (state, fill(weight), None if self.bias is None else fill(self.bias))
+                self._filled = (state, pad_rows(weight), None if self.bias is None else pad_rows(self.bias))
         return F.linear(input, *self._filled[1:])[..., : len(weight)]
 
 
@@ -115,7 +115,7 @@ def align(head: nn.Module) -> None:
         head.__class__ = AlignedLinear
 
 
-def fill(tensor: Tensor) -> Tensor:
-    """The tensor with zero rows appended up to a multiple of eight."""
+def pad_rows(tensor: Tensor) -> Tensor:
+    """Appends zero rows to a tensor, up to a multiple of eight rows."""
     missing = -len(tensor) % MULTIPLE
     return torch.cat([tensor.detach(), tensor.new_zeros(missing, *tensor.shape[1:])])

@@ -1,4 +1,4 @@
-"""Which weights of a model can be edited, derived from its structure."""
+"""Finds the weights of a model that can be edited, from the model's structure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from factpatch.errors import ModelError
 
 
 def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear layer inside the transformer blocks, by the name of its weight.
+    """Returns every linear layer inside the transformer blocks, by the name of its weight.
 
     Transformers keep their blocks in a ModuleList of modules of one class; embeddings, norms, pooler, classifier and LM
     head lie outside. Only the outermost such lists count, so that a block which contains a list (as in T5) stays whole.
@@ -38,13 +38,13 @@ def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def block_names(layers: Iterable[str]) -> list[str]:
-    """The names of the blocks that contain these layers, such as bert.encoder.layer.0, in the model's order."""
+    """Returns the names of the blocks that contain these layers, such as bert.encoder.layer.0, in the model's order."""
     found = (re.match(r"(.+?\.\d+)\.", name) for name in layers)
     return list(dict.fromkeys(match[1] for match in found if match))
 
 
 def feed_forward_weights(model: nn.Module, layers: Iterable[str], blocks: int | None = None) -> dict[str, list[str]]:
-    """The weights outside attention, by block and in the order of their definition: the block's feed-forward network.
+    """Returns the feed-forward weights of each block, that is, all outside attention, in the order of definition.
 
     `blocks` limits them to the last few blocks of each stack, such as the encoder's and the decoder's.
     """
@@ -67,13 +67,13 @@ def _block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 
 def _are_blocks(modules: nn.ModuleList) -> bool:
-    """Whether a list holds transformer blocks: modules of one class with more than one linear layer each."""
+    """Returns True if a list holds transformer blocks: modules of one class with more than one linear layer each."""
     one_class = len({type(module) for module in modules}) == 1
     return one_class and sum(isinstance(m, nn.Linear | Conv1D) for m in modules[0].modules()) > 1
 
 
 def _position_projections(model: nn.Module) -> set[nn.Module]:
-    """The layers with which DeBERTa's attention projects its table of relative positions.
+    """Returns the layers with which DeBERTa's attention projects its table of relative positions.
 
     All rows share that table, so these layers cannot run under a different edit for each row.
     """

@@ -30,13 +30,13 @@ class Rows:
         return len(self.inputs["input_ids"])
 
     def at_targets(self, ignored: Sequence[int] = ()) -> Rows:
-        """The same batch with all of its target positions, apart from those with an ignored label."""
+        """Returns the batch with `target_positions` set: all positions with a target, except for ignored labels."""
         assert self.labels is not None
         without = torch.tensor([NO_TARGET, *ignored], device=self.labels.device)
         return replace(self, target_positions=torch.isin(self.labels.flatten(), without, invert=True).nonzero()[:, 0])
 
     def part(self, chosen: slice) -> Rows:
-        """Some of the rows, with all of their labels."""
+        """Returns some of the rows, with all of their labels."""
         inputs = {name: tensor[chosen] for name, tensor in self.inputs.items()}
         return Rows(inputs, None if self.labels is None else self.labels[chosen])
 
@@ -58,12 +58,12 @@ class Rows:
         return values.new_zeros(len(self)).index_add(0, self.row_of_position, values)
 
     def means(self, values: Tensor) -> Tensor:
-        """Averages values at the target positions, (positions,), over each row; 0 without any: (rows,)."""
+        """Averages values at the target positions, (positions,), over each row: (rows,). Rows without any get 0."""
         return self.sums(values) / torch.bincount(self.row_of_position, minlength=len(self)).clamp(min=1)
 
 
 def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:
-    """Lists of token ids as one tensor, padded on the right."""
+    """Pads lists of token ids on the right and returns them as one tensor."""
     filled = np.full((len(ids), max(map(len, ids), default=0)), fill, dtype=np.int64)
     for row, own in zip(filled, ids, strict=True):
         row[: len(own)] = own

@@ -62,7 +62,7 @@ class Seq2Seq(TextModel):
         return self.model(input_ids=one, decoder_input_ids=one, use_cache=False).logits
 
     def _shifted(self, labels: Tensor) -> Tensor:
-        """The decoder's inputs: the target tokens shifted right by one."""
+        """Returns the decoder's inputs: the target tokens shifted right by one."""
         own_way = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
         if own_way is not None:
             return own_way(labels=labels)
@@ -92,7 +92,7 @@ class Seq2Seq(TextModel):
         return [scored[start : start + count] for start in range(0, len(scored), count)]
 
     def _search(self, rows: Rows, count: int, edits: int | None) -> tuple[Tensor, Tensor]:
-        """The best sequences and their scores in the search: (rows·count, 1 + tokens) and (rows·count,)."""
+        """Returns the best sequences and their scores in the search: (rows·count, 1 + tokens) and (rows·count,)."""
         if supports(self.generation):
             found = beam_search(EncoderDecoderSteps(self.model, rows.inputs), self.generation, edits, count=count)
             return found.sequences[:, :count].flatten(0, 1), found.scores[:, :count].flatten()
@@ -102,7 +102,7 @@ class Seq2Seq(TextModel):
         return ids, torch.full((len(ids),), float("nan"))
 
     def _log_probability(self, target: list[int], sequence: list[int], score: float) -> float | None:
-        """The log-probability of a target from the score of a sequence, or None if that has other tokens.
+        """Computes a target's log-probability from the score of a sequence, or returns None if the tokens differ.
 
         At the maximum length the end token may have been forced, which the score does not count.
         """

@@ -23,7 +23,7 @@ _LAST_WORD = re.compile(r"[^\W_]+$")  # letters and digits
 
 
 def cut(text: str) -> str:
-    """The text up to the end of its first line or sentence."""
+    """Cuts a text after its first line or sentence."""
     line = text.strip().split("\n", 1)[0]
     for stop in _FULL_STOP.finditer(line):
         before = line[: stop.start()]
@@ -34,7 +34,7 @@ def cut(text: str) -> str:
 
 
 def _is_short(word: str) -> bool:
-    """Whether a full stop after this word is more likely to belong to it than to end a sentence."""
+    """Returns True if a full stop after this word more likely belongs to the word than ends a sentence."""
     return len(word) == 1 or (word.isdigit() and len(word) == 2) or word.lower() in ABBREVIATIONS
 
 
@@ -76,7 +76,7 @@ class Stops:
         return self.ends[token] | self.full_stops[token] & ~self.unclear[previous]
 
     def shortened(self, sequences: Sequence[list[int]]) -> list[list[int]]:
-        """Each sequence up to the token at which its generation ends."""
+        """Returns each sequence up to the token at which its generation ends."""
         ids = torch.tensor([self.start, *(token for own in sequences for token in [*own, self.start])])
         ends = iter(self(*(part.to(self.ends.device) for part in (ids[:-1], ids[1:]))).tolist())
         found: list[list[int]] = []

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from factpatch.files import atomic_folder
-from factpatch.models.gpu import suit_gpu
+from factpatch.models.gpu import use_gpu_kernels
 from factpatch.models.layers import editable_layers
 from factpatch.patch import Patch, hash_weights, join_base, set_patches
 
@@ -53,7 +53,7 @@ class StoredModel(ABC):
         self.patches: list[Patch] = []
         self.originals: dict[str, Tensor] = {}
         self.lock = threading.RLock()
-        suit_gpu(model)
+        use_gpu_kernels(model)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "lock"}  # a lock cannot be copied
@@ -63,12 +63,12 @@ class StoredModel(ABC):
 
     @abstractmethod
     def decision_settings(self) -> dict[str, Any]:
-        """Settings, such as labels, that affect answers besides the weights."""
+        """Returns the settings that affect answers besides the weights, such as labels."""
 
     @cached_property
     @exclusive
     def fingerprint(self) -> str:
-        """Hash of the editable weights as stored, without patches, followed by the template of the prompts, if any.
+        """The hash of the editable weights as stored, without patches, followed by the prompts' template, if any.
 
         A patch or an editor fits models with the same fingerprint.
         """
@@ -79,7 +79,7 @@ class StoredModel(ABC):
     @cached_property
     @exclusive
     def identity(self) -> str:
-        """Hash of all weights as stored, without patches, and of the settings that affect answers.
+        """The hash of all weights as stored, without patches, and of the settings that affect answers.
 
         Models with the same identity give the same answers up to rounding: precision and device do not change it.
         """

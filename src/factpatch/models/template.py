@@ -9,7 +9,7 @@ from factpatch.errors import InputError, ModelError
 CHAT = "chat"
 SLOT = "{}"
 CHAT_SLOT = "<<question>>"  # a chat template may contain braces of its own
-COMPLETION_END = ":"  # stands for the last character of a prompt, where only the way that targets are split matters
+COMPLETION_END = ":"  # stands in for the end of a prompt without a template when targets are split into tokens
 OPENING = "\"'([{<“‘«"  # characters after which an answer follows without a space
 
 
@@ -32,7 +32,7 @@ class Template:
         return self.before + text.strip() + self.after
 
     def _parts(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-        """The texts before and after the question."""
+        """Returns the texts before and after the question."""
         if self.text is None:
             return "", ""
         whole, slot = self.text, SLOT
@@ -51,7 +51,7 @@ class Template:
 
 
 def parse_template(text: str | None) -> str | None:
-    r"""The template that a user means: `\n` stands for a line break, and an empty text or `none` for no template."""
+    r"""Parses a user's template: `\n` stands for a line break, and an empty text or `none` for no template."""
     if text is None or text.strip() in ("", "none"):
         return None
     if text == CHAT:

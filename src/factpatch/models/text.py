@@ -36,7 +36,7 @@ class TextModel(TaskModel):
 
     @abstractmethod
     def encode_targets(self, targets: Sequence[str]) -> list[list[int]]:
-        """The token ids of each target, the end token included."""
+        """Returns the token ids of each target, including the end token."""
 
     @abstractmethod
     def fit_answers(self, tokens: int) -> None:
@@ -44,22 +44,22 @@ class TextModel(TaskModel):
 
     @abstractmethod
     def _forward(self, rows: Rows) -> Tensor:
-        """Runs the model on inputs and targets. Its last positions are the targets': (rows, tokens, vocabulary)."""
+        """Returns logits of inputs and targets: (rows, tokens, vocabulary). The targets' positions come last."""
 
     @abstractmethod
     def _forward_one(self) -> Tensor:
-        """The logits of one arbitrary token."""
+        """Returns the logits of one arbitrary token."""
 
     @abstractmethod
     def _spelled(self, targets: Sequence[list[int]]) -> list[str]:
-        """The answer that each sequence of generated tokens stands for."""
+        """Returns the answer that each sequence of generated tokens stands for."""
 
     def logits(self, rows: Rows) -> Tensor:
         with self._head_reads(lambda states: states[:, -_width(rows) :]):
             return self._forward(rows).float()
 
     def features(self, rows: Rows) -> Tensor:
-        """The inputs of the LM head at the target positions.
+        """Returns the inputs of the LM head at the target positions.
 
         The head itself is not run, because most tokens of a padded batch are not targets.
         """
@@ -92,7 +92,7 @@ class TextModel(TaskModel):
 
     @torch.no_grad()
     def _check_head(self) -> bool:
-        """Whether `head` gives the model's own logits. It does not if the model caps or scales them, as Gemma 2 does.
+        """Returns True if `head` gives the model's own logits. It does not if these are capped or scaled (Gemma 2).
 
         The head is tested on large inputs, for which a cap makes a difference.
         """
@@ -108,7 +108,7 @@ class TextModel(TaskModel):
 
     @contextmanager
     def _head_reads(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Changes the states that the LM head reads, such as to a part of them, while the block runs."""
+        """Makes the LM head read `change(states)` instead of the hidden states, for a `with` block."""
         hook = self._head.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
         try:
             yield
@@ -134,7 +134,7 @@ class TextModel(TaskModel):
 
     def check_target(self, target: str) -> str:
         if not target.strip():
-            raise InputError("expected a target answer, found an empty one; give the answer that the model should have")
+            raise InputError("expected a target answer, found an empty one; give the answer that the model should give")
         (ids,) = self.encode_targets([target])
         if len(ids) > self.max_answer_tokens:
             raise InputError(

@@ -46,7 +46,7 @@ STYLE: dict[str, Any] = {
 
 
 def find_matplotlib() -> None:
-    """Fails early if matplotlib is not installed."""
+    """Raises an InputError if matplotlib is not installed."""
     try:
         import_module("matplotlib")
     except ImportError:

@@ -15,7 +15,7 @@ from factpatch.models.rows import Encoded
 
 
 def encoder_of(model: TaskModel) -> nn.Module:
-    """The part of the model that reads the input."""
+    """Returns the part of the model that reads the input."""
     network: Any = model.model
     return network.get_encoder() if network.config.is_encoder_decoder else network.base_model
 
@@ -51,7 +51,7 @@ def pool(rows: Rows, states: tuple[Tensor, ...], layers: Sequence[int]) -> Tenso
 def text_features(
     model: TaskModel, texts: Sequence[str], layers: Sequence[int], on_done: Callable[[int], object] = lambda texts: None
 ) -> Tensor:
-    """Pooled hidden states of each text: (texts, layers·width). Texts that are too long for the model are truncated."""
+    """Returns pooled hidden states of each text: (texts, layers·width). Texts too long for the model are truncated."""
     encoded = model.encode(texts, model.max_input_tokens)
     found = torch.zeros(len(texts), len(layers) * hidden_width(model), device=model.device)
     encoder = encoder_of(model)
@@ -67,7 +67,7 @@ def text_features(
 def predict_with_features(
     model: TaskModel, encoded: Sequence[Encoded], layers: Sequence[int]
 ) -> tuple[list[str], Tensor]:
-    """The model's answers, and the pooled hidden states of the same forward passes."""
+    """Returns the model's answers, and the pooled hidden states of the same forward passes."""
     answers = [""] * len(encoded)
     found = torch.zeros(len(encoded), len(layers) * hidden_width(model), device=model.device)
     for batch in model.batches([len(one["input_ids"]) for one in encoded]):
@@ -85,7 +85,7 @@ def hidden_width(model: TaskModel) -> int:
 
 
 def spread_layers(model: TaskModel) -> tuple[int, ...]:
-    """The embeddings, the last layer and two evenly spaced layers between them."""
+    """Returns the indices of the embeddings (0), the last layer and two evenly spaced layers between them."""
     config = model.model.config
     depth: int = getattr(config, "encoder_layers", None) or config.num_hidden_layers
     return tuple(sorted({0, depth // 3, 2 * depth // 3, depth}))

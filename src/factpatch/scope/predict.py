@@ -12,7 +12,7 @@ from factpatch.scope.scope import Scope
 
 
 def predict_scoped(model: TaskModel, scope: Scope, patches: Sequence[Patch], inputs: Sequence[str]) -> list[str]:
-    """The answer to each input under the patch of its own fact; `patches` are in the order of the scope's index.
+    """Answers each input under the patch of its own fact. `patches` are in the order of the scope's index.
 
     The forward passes that answer the inputs unpatched also supply the hidden states that the scope reads, so the cost
     is that of plain prediction plus a second prediction for the matched inputs.

@@ -107,7 +107,7 @@ class Scope:
     def plain(
         cls, model: TaskModel, revisions: Sequence[Revision], false_matches: float = 0.005, facts: int = 1024
     ) -> Self:
-        """A scope without training: the centred cosine at the layer that matches most paraphrases of these facts."""
+        """Creates a scope without training: the centred cosine at the layer that matches most of the paraphrases."""
         if len(revisions) < 2:
             raise InputError(f"expected at least two facts to calibrate a scope, found {len(revisions)}")
         best: Self | None = None
@@ -170,7 +170,7 @@ class Scope:
     # Using it
 
     def index(self, facts: Sequence[Fact]) -> Self:
-        """Replaces the active facts by these. Paraphrases listed after an input help to recognise the fact."""
+        """Replaces the active facts with these. Paraphrases listed after an input help to recognise the fact."""
         wordings = [_wordings(fact) for fact in facts]
         if wordings == self.wordings:
             return self
@@ -201,7 +201,7 @@ class Scope:
         return F.normalize(z if self.projection is None else z @ self.projection.T, dim=-1)
 
     def match(self, inputs: Sequence[str]) -> list[int | None]:
-        """The number of the active fact that each input is about, or None."""
+        """Returns the index of the active fact that each input is about, or None."""
         return self.match_vectors(inputs, self.embed(inputs)) if self.facts else [None] * len(inputs)
 
     def match_vectors(self, inputs: Sequence[str], vectors: Tensor) -> list[int | None]:
@@ -257,7 +257,7 @@ class Scope:
 
 
 def _threshold(nearest: Tensor, false_matches: float) -> float:
-    """The lowest threshold that at most the given share of these cosines reaches."""
+    """Returns the lowest threshold that at most the given share of these cosines reaches."""
     if not 0 <= false_matches < 1:
         raise InputError(f"expected a share of false matches from 0 to below 1, found {false_matches}")
     allowed = int(false_matches * len(nearest))

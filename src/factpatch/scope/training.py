@@ -15,7 +15,7 @@ from factpatch.errors import InputError
 
 @dataclass(frozen=True)
 class ScopeConfig:
-    """How a scope is trained."""
+    """Settings of a scope's training."""
 
     dimensions: int = 256  # of the projection
     steps: int = 1500
@@ -42,7 +42,7 @@ def learn_projection(
     config: ScopeConfig,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Tensor:
-    """A linear map of standardised features, (dimensions, features), whose cosines distinguish facts.
+    """Learns a linear map of standardised features, (dimensions, features), whose cosines distinguish facts.
 
     `wordings` lists, for each fact, the rows of `features` that belong to it. Every step draws two wordings of each
     of several similar facts, and scores all pairs with a logistic loss (SigLIP; Zhai et al., 2023). Unlike a softmax
@@ -80,7 +80,7 @@ def learn_projection(
 
 
 def nearest_facts(vectors: Tensor, count: int) -> list[list[int]]:
-    """The indices of the facts most similar to each fact, by cosine. Computed in slices to bound memory."""
+    """Returns the indices of the facts most similar to each fact, by cosine. Works in slices to bound memory."""
     found: list[list[int]] = []
     count = min(count, len(vectors) - 1)
     for start in range(0, len(vectors), 1024):
