@@ -34,12 +34,7 @@ POSITIVE = (
     *("validation_inputs", "validation_share", "final_edits", "final_inputs", "control_pool", "minutes", "clip"),
 )
 NOT_NEGATIVE = (
-    "validation_paraphrases",
-    "weight_decay",
-    "warmup",
-    "paraphrase_rows",
-    "checkpoint_seconds",
-    "seed",
+    *("validation_paraphrases", "weight_decay", "warmup", "paraphrase_rows", "checkpoint_seconds", "seed"),
     "shrinkage",
 )
 
