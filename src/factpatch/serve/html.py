@@ -14,8 +14,8 @@ from factpatch.serve.proposals import Comparison, Control, Proposal, WeightChang
 from factpatch.serve.service import Check
 
 SHOWN_FACTS = 50
-DOWNLOADS = """<p class="fp-downloads">Download all facts: <a href="/api/download/patch" download>merged patch</a>
-<a href="/api/download/adapter" download>LoRA adapter</a> <a href="/api/download/ledger" download>ledger</a></p>"""
+DOWNLOADS = """<p class="fp-downloads">Download all facts: <a href="/api/download/patch" download>merged patch</a> ·
+<a href="/api/download/adapter" download>LoRA adapter</a> · <a href="/api/download/ledger" download>ledger</a></p>"""
 ALONE = "Patch alone"  # heading of the answers that the patch would give if it were used for every question
 BLOCK = re.compile(r"(.*?)(\d+)\.(.+?)(?:\.weight)?$")  # weight name: stack of blocks, number, weight in the block
 SHORT = {"self_attn": "self", "encoder_attn": "cross", "attention": "att", "layers": "", "model": ""}
@@ -44,10 +44,11 @@ def _bars(answers: Sequence[Answer], wanted: str | None = None) -> str:
     rows = []
     for number, answer in enumerate(answers):
         share = f"{answer.probability:.1%}"
+        shown = "under 0.1%" if share == "0.0%" else share
         classes = "fp-best" * (number == 0) + " fp-wanted" * (wanted is not None and same(answer.text, wanted))
         rows.append(
             f'<li class="{classes}"><span class="fp-text">{escape(answer.text) or "(empty)"}</span>'
-            f'<span class="fp-share">{share}</span>'
+            f'<span class="fp-share">{shown}</span>'
             f'<span class="fp-track" aria-hidden="true"><span style="width:{share}"></span></span></li>'
         )
     return f'<ol class="fp-bars">{"".join(rows)}</ol>'
