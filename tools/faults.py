@@ -28,21 +28,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-from fault_tasks import Task, named, prepare, tasks, written
+import httpx
+import psutil
+from fault_tasks import Task, facts_in, named, prepare, tasks, written
 
 HANG = 900  # seconds after which a command counts as hanging
-DISTRIBUTED = ("fit", "train", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,85 @@ class Harness:
         self.expect_whole(task, out)
         return f"{codes.count(0)} of 2 succeed"
 
+    def lost(self, task: Task) -> str:
+        if not task.distributed:
+            return "skipped: runs in one process"
+        if (key := f"{task.name} in two processes") not in self.whole:
+            out = self.new_folder()
+            start = time.monotonic()
+            if (ended := in_two_processes(task, out)).code:
+                raise Failed(f"without a fault: {ended.text[-2000:]}")
+            self.whole[key] = written(out), time.monotonic() - start
+        expected, seconds = self.whole[key]
+        out = self.new_folder()
+        lost = in_two_processes(task, out, self.rng.uniform(0.3, 1) * seconds, self.rng.randrange(2))
+        if lost.code and (ended := in_two_processes(task, out)).code:
+            raise Failed(f"a rerun fails: {ended.text[-2000:]}")
+        if (found := written(out)) != expected:
+            names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
+            raise Failed(f"a rerun gives another result: {', '.join(names)}")
+        return "one process lost" if lost.code else "finished before"
+
+    def serve(self, task: Task) -> str:
+        """Kills the service between or during requests; the task, `ledger`, only supplies facts."""
+        if task.name != "ledger":
+            return "skipped: only with the ledger's facts"
+        ledger = self.new_folder() / "facts.db"
+        command = [sys.executable, "-m", "factpatch", "serve", "--model", "world", "--editor", "world", "--json"]
+        log = self.log.open("w")
+        process = subprocess.Popen(
+            [*command, "--ledger", ledger, "--port", "0"], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+        killer = threading.Timer(self.rng.uniform(0.1, 4), process.kill)
+        killer.start()
+        sent, confirmed = accept_facts(url, self.given / "facts.jsonl")
+        killer.join()
+        process.communicate()
+        log.close()
+        found = {(x, target) for _, x, target, status in facts_in(ledger) if status == "active"}
+        if not confirmed <= found <= sent or "Traceback" in self.log.read_text():
+            raise Failed(f"confirmed {len(confirmed)}, recorded {len(found)}; {self.log.read_text()[-1000:]}")
+        return "killed"
+
+
+def accept_facts(url: str, facts: Path) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
+    """Proposes and accepts facts until the service is gone. Returns those that were sent and those confirmed."""
+    sent: set[tuple[str, str]] = set()
+    confirmed: set[tuple[str, str]] = set()
+    with suppress(httpx.HTTPError), httpx.Client(base_url=f"{url}/api/", timeout=60) as client:
+        for line in facts.read_text().splitlines():
+            fact = json.loads(line)
+            question, target = fact["input"], fact["target"]
+            proposal = client.post("propose", json={"question": question, "target": target}).raise_for_status().json()
+            if proposal["success"]:
+                sent.add((question, target))
+                client.post("accept", json={"id": proposal["id"]}).raise_for_status()
+                confirmed.add((question, target))
+    return sent, confirmed
+
+
+def in_two_processes(task: Task, out: Path, kill_after: float | None = None, which: int = 0) -> Ended:
+    """Runs a task in two processes that share the work, one of which is killed after so many seconds."""
+    (command,) = task.commands(out)
+    resumed = task.resumes and any((out / "run" / "checkpoint").glob("step-*"))
+    arguments = [str(part) for part in [*command, *(["--resume"] if resumed else [])]]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([*launcher, "factpatch", *arguments], stdout=log, stderr=log)
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(HANG if kill_after is None else kill_after)
+            workers = psutil.Process(process.pid).children() if process.returncode is None else []
+            if which < len(workers):
+                workers[which].kill()
+            process.wait(HANG)
+        finally:
+            process.kill()
+        log.seek(0)
+        return Ended(process.returncode, log.read())
+
 
 def command_line(arguments: list[Any]) -> None:
     """Runs one command. Raises SystemExit if it fails."""
@@ -268,7 +349,7 @@ def small_disk(folder: Path, size: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = ("kill", "full", "refused", "cut", "twice")
+    kinds = ("kill", "full", "refused", "cut", "twice", "lost", "serve")
     parser.add_argument("--rounds", type=int, default=5, help="of each fault for each task")
     parser.add_argument("--faults", nargs="*", choices=kinds, default=kinds)
     parser.add_argument("--tasks", nargs="*", default=[])
