@@ -84,9 +84,11 @@ def _try_out(model: TaskModel, name: str | Path) -> None:
         inputs = model.padded_inputs(model.encode(["?", "? ?"]))  # of unequal length: one is padded
         if model.model.config.is_encoder_decoder:
             inputs["decoder_input_ids"] = inputs["input_ids"]
-        model.model(**inputs)
+        finite = model.model(**inputs).logits[-1].isfinite().all()  # of the text without padding
     except Exception as error:  # what a damaged config.json leads to depends on the architecture
         raise ModelError(f"the model in {name} does not run ({reason(error)}); check its config.json") from error
+    if not finite:
+        raise ModelError(f"the model in {name} computes values that are not finite; its weights may be damaged")
 
 
 def _read_model(
