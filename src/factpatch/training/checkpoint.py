@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from factpatch.errors import FileError, InputError
-from factpatch.files import PROBE, as_file_errors, atomic_folder, check_writable
+from factpatch.files import PROBE, as_file_errors, atomic_folder, check_writable, read_text, refuse_device
 
 FORMAT = 2  # of checkpoints
 
@@ -119,8 +119,10 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
     """Reads the newest checkpoint in a folder."""
     newest = _checkpoints(folder)[-1]
     try:
-        numbers = json.loads((newest / "state.json").read_text())
+        numbers = json.loads(read_text(newest / "state.json"))
         if numbers.get("format") == FORMAT:
+            for path in newest.glob("*.safetensors"):
+                refuse_device(path)
             return {path.stem: load_file(path) for path in newest.glob("*.safetensors")}, numbers
     except (OSError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
         raise FileError(f"cannot read the checkpoint {newest} ({error}); start a new run") from error
