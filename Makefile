@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test fuzz lint format bench docs results world world-check clean
+.PHONY: demo test fuzz faults long-run lint format bench docs results world world-check clean
 
 demo: $(VENV)/.ready
 	@echo "demo: patches a small model that knows the world of 2018 with what has changed since"
@@ -19,6 +19,14 @@ test: $(VENV)/.ready-dev
 # Reads 100,000 random and damaged files: only the package's own errors may come out. Takes about half an hour.
 fuzz: $(VENV)/.ready-dev
 	FACTPATCH_FUZZ=100000 $(BIN)/pytest -n 2 tests/test_fuzz.py tests/test_fuzz_tensors.py
+
+# Kills and disturbs the commands, each several times: a rerun must give the undisturbed result. Takes about an hour.
+faults: $(VENV)/.ready-dev
+	$(BIN)/python tools/faults.py
+
+# One hour of edits, merges, applies, reverts and questions in random order, with checks.
+long-run: $(VENV)/.ready-dev
+	$(BIN)/python tools/long_run.py --minutes 60
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check src tests tools docs

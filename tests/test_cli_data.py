@@ -125,6 +125,8 @@ def test_split_prints_its_counts(run, commands, home: Path, tmp_path: Path) -> N
         "dev_relations": 4,
     }
     assert (len(read_lines(tmp_path / "out")), len(read_lines(tmp_path / "out-dev"))) == (32, 8)
+    for name in ("out", "out-dev"):
+        (tmp_path / name).unlink()
     table = run(*commands(home / "facts.jsonl")["split"])
     assert table.code == 0
     assert "dev questions" in table.out

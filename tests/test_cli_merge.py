@@ -50,10 +50,11 @@ def test_patch_merge_writes_one_patch_that_holds_all_facts(
     assert Patch.load(one) == Patch.load(two), "the order of patches and the reused covariance change nothing"
     shown = run("patch", "show", one, "--json").json
     assert len(shown["edits"]) == 3
-    smaller = run("patch", "merge", *world_patches, *common, "--output", two, "--smallest", "--mode", "sequence")
+    three, four = tmp_path / "three", tmp_path / "four"
+    smaller = run("patch", "merge", *world_patches, *common, "--output", three, "--smallest", "--mode", "sequence")
     assert "3 of 3 facts hold" in " ".join(smaller.out.split())
-    run("patch", "merge", *world_patches, *common, "--output", two, "--refine", 2)
-    assert Patch.load(two).method == f"{Patch.load(one).method}, refined"
+    run("patch", "merge", *world_patches, *common, "--output", four, "--refine", 2)
+    assert Patch.load(four).method == f"{Patch.load(one).method}, refined"
 
 
 def test_patch_merge_refuses_in_one_line(run: Run, world_patches: list[Path], checker: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from training_runs import QUICK_FIT
 from factpatch.errors import FileError, InputError, ModelError
 from factpatch.models import load_model
 from factpatch.training import Fit, FitConfig
+from factpatch.training.checkpoint import RunFolder
 from factpatch.training.run import STOPPING
 
 SURE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -55,6 +57,31 @@ def test_a_damaged_checkpoint_is_named(base: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoint" / "step-000000003" / "state.json").write_text("{")
     with pytest.raises(FileError, match=r"cannot read the checkpoint .*checkpoint.*start a new run"):
         Fit(FitConfig(**QUICK_FIT), str(base), tmp_path / "run", resume=True, device="cpu").run(train, None)
+
+
+LOCKED = """
+import sys
+from factpatch.training.checkpoint import RunFolder
+
+folder = RunFolder(sys.argv[1], False)
+print("locked", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    """The second run is refused while the first one runs, also before the first has written anything."""
+    with run_aside(["-c", LOCKED, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "locked\n"
+            with pytest.raises(FileError, match="another run is writing"):
+                RunFolder(tmp_path / "run", resume=False)
+        finally:
+            process.kill()
+    first = RunFolder(tmp_path / "run", resume=False)  # a killed process holds no lock
+    RunFolder(tmp_path / "run", resume=False)  # in the same process, the newer object counts
+    assert first.path.is_dir()
 
 
 def test_settings_of_a_resumed_run(base: Path, tmp_path: Path) -> None:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from conftest import QUESTIONS, Ran, loud_editor
+from results import write_evaluation
 
+from factpatch.covariance import Covariance
 from factpatch.deltas import Dense
-from factpatch.errors import FileError
+from factpatch.editors import load_editor
+from factpatch.errors import FactpatchError, FileError, ModelError
 from factpatch.facts import FactEdit, read_edits
 from factpatch.files import atomic_file, atomic_folder, check_writable, files_into
-from factpatch.models import TaskModel
+from factpatch.ledger import Ledger
+from factpatch.models import TaskModel, load_model
 from factpatch.patch import Patch
+from factpatch.report import read_runs
 from factpatch.resumable import ResumableLines
+from factpatch.scope import Scope
 
 LONG = "x" * 300
 
@@ -195,3 +202,83 @@ def test_an_edit_keeps_its_editor_quiet(bert: TaskModel) -> None:
     assert loud_editor(bert).propose(bert, []) == []
     assert bert.predict_patched([], []) == []
     assert bert.predict(QUESTIONS[:0]) == []
+
+
+# Files of other people
+
+
+def devices(folder: Path, name: str) -> Iterator[None]:
+    """Replaces a file in the folder by links to a pipe and to a device."""
+    pipe = folder.parent / "pipe"
+    if not pipe.exists():
+        os.mkfifo(pipe)
+    for place in (pipe, Path("/dev/zero")):
+        (folder / name).unlink()
+        (folder / name).symlink_to(place)
+        yield
+
+
+def test_devices_and_pipes_are_not_read(bert: TaskModel, tmp_path: Path) -> None:
+    """Reading them would not end, or fill the memory."""
+    for name in ("config.json", "editor.safetensors"):
+        loud_editor(bert).save(tmp_path / f"{name} editor")
+        for _ in devices(tmp_path / f"{name} editor", name):
+            with pytest.raises(FileError):
+                load_editor(tmp_path / f"{name} editor")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        bert.save(tmp_path / f"{name} model")
+        for _ in devices(tmp_path / f"{name} model", name):
+            with pytest.raises(FileError, match="a device or a pipe"):
+                load_model(tmp_path / f"{name} model", "cpu")
+    for name in ("summary.json", "examples.json", "details.safetensors"):
+        write_evaluation(tmp_path / f"{name} results")
+        for _ in devices(tmp_path / f"{name} results", name):
+            with pytest.raises(FactpatchError):
+                read_runs([tmp_path / f"{name} results"])
+    for load in (Patch.load, Covariance.load, lambda path: Scope.load(path, bert), lambda path: Ledger(path)):
+        for place in ("pipe", "/dev/zero"):
+            with pytest.raises(FileError):
+                load(tmp_path / place)
+
+
+def test_a_model_is_read_only_from_its_folder(bert: TaskModel, tmp_path: Path) -> None:
+    for name in ("other", "index", "adapter"):
+        bert.save(tmp_path / name)
+    (tmp_path / "index" / "model.safetensors").unlink()
+    weights = dict.fromkeys(bert.model.state_dict(), "../other/model.safetensors")
+    (tmp_path / "index" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(ModelError, match="not a file in its folder"):
+        load_model(tmp_path / "index", "cpu")
+    described = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "other")}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(described))
+    with pytest.raises(ModelError, match="names another model"):
+        load_model(tmp_path / "adapter", "cpu")
+
+
+@pytest.mark.parametrize("name", ["hub:../../x", "hub:/etc/passwd", "hub:a/../b", "hub:a/b@../../x", "hub:a/b@/x"])
+def test_names_on_the_hub_are_no_paths(name: str) -> None:
+    for load in (Patch.load, load_editor, load_model):
+        with pytest.raises(FactpatchError, match="on the hub"):
+            load(name)
+
+
+def test_the_users_umask_decides_who_may_read(bert: TaskModel, tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        edit = FactEdit(QUESTIONS[0], tiny.other_answer(bert, QUESTIONS[0]))
+        (patch,) = loud_editor(bert).propose(bert, [edit])
+        patch.save(tmp_path / "patch")
+        patch.export_peft(tmp_path / "adapter")
+        loud_editor(bert).save(tmp_path / "editor")
+        bert.save(tmp_path / "model")
+        Covariance.compute(bert, QUESTIONS).save(tmp_path / "covariance")
+        ledger = Ledger(tmp_path / "facts.db", bert, QUESTIONS)
+        ResumableLines(tmp_path / "lines", {}, 1).write(["{}"])
+        with files_into(tmp_path / "report") as scratch:
+            (scratch / "table.md").write_text("")
+        ledger.close()
+        found = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    finally:
+        os.umask(before)
+    assert len(found) > 15
+    assert {path: oct(mode) for path, mode in found.items() if mode & 0o077} == {}

@@ -12,7 +12,10 @@ from conftest import Ran, loud_editor
 from samples import write_lines
 
 from factpatch.errors import FileError
+from factpatch.facts import FactEdit
+from factpatch.ledger import Ledger
 from factpatch.models import load_model
+from factpatch.patch import Patch
 from factpatch.resumable import ResumableLines
 
 SAVED = "summary.json", "edits.jsonl", "details.safetensors", "examples.json"
@@ -95,6 +98,28 @@ def test_edit_keeps_other_files(run: Callable[..., Ran], place: Path, name: str)
     assert name in refused.err
     assert "choose another --save" in refused.err
     assert contents(place) == before
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "editor/config.json", "data.jsonl", "older.safetensors"])
+def test_new_files_keep_other_files(run: Callable[..., Ran], place: Path, name: str) -> None:
+    """`patch merge`, `ledger export`, `scope train` and `split` write new files only, before any work is done."""
+    model = load_model(place / "model", "cpu")
+    Patch({}, model.fingerprint, "stub", (FactEdit("paris", "REFUTES", "SUPPORTS"),)).save(place / "older.safetensors")
+    Ledger(place / "facts.db", model, ["paris"]).close()
+    output = place / name
+    before = contents(place)
+    on_model = ("--model", place / "model", "--output", output, "--device", "cpu")
+    for command in (
+        ("patch", "merge", place / "older.safetensors", *on_model, "--others", place / "data.jsonl"),
+        ("ledger", "export", "--ledger", place / "facts.db", *on_model),
+        ("scope", "train", *on_model, "--data", place / "revisions.jsonl"),
+        ("split", place / "revisions.jsonl", "--train", output, "--dev", place / "dev.jsonl"),
+        ("split", place / "revisions.jsonl", "--train", place / "train.jsonl", "--dev", output),
+    ):
+        refused = run(*command)
+        assert refused.code == 1
+        assert "exists" in refused.err.replace("\n", " ")
+        assert contents(place) == before, command
 
 
 def test_lines_replace_only_lines_of_their_kind(tmp_path: Path) -> None:

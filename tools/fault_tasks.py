@@ -26,6 +26,7 @@ class Task:
     commands: Callable[[Path], list[list[object]]]  # given the folder to write to
     inputs: tuple[str, ...] = ()  # names of the files and folders that it reads
     resumes: bool = False  # whether an interrupted run continues with --resume
+    distributed: bool = False  # whether several processes can share it
 
 
 def tasks(given: Path) -> list[Task]:
@@ -46,15 +47,15 @@ def tasks(given: Path) -> list[Task]:
     edit: list[object] = ["edit", *edited, "--input", "What is the capital of Burundi?", "--target", "Gitega"]
     scope: list[object] = ["scope", "train", "--model", given / "checker", "--data", given / "revisions.jsonl"]
     return [
-        Task("fit", lambda out: [[*fit, "--output", out / "run"]], ("base", "claims.jsonl"), True),
-        Task("train", lambda out: [[*train, "--output", out / "run"]], ("checker", "revisions.jsonl"), True),
+        Task("fit", lambda out: [[*fit, "--output", out / "run"]], ("base", "claims.jsonl"), True, True),
+        Task("train", lambda out: [[*train, "--output", out / "run"]], ("checker", "revisions.jsonl"), True, True),
         Task("revise", lambda out: [[*revise, "--output", out / "out.jsonl"]], ("questions.jsonl",)),
         Task(
             "paraphrase",
             lambda out: [["paraphrase", "--data", given / "claims.jsonl", *translators, "--output", out / "out.jsonl"]],
             ("claims.jsonl", "there", "back"),
         ),
-        Task("evaluate", lambda out: [[*evaluate, "--output", out / "results"]]),
+        Task("evaluate", lambda out: [[*evaluate, "--output", out / "results"]], distributed=True),
         Task("together", lambda out: [[*evaluate, "--together", "1,8", "--output", out / "results"]]),
         Task("merge", lambda out: [[*merge, "--output", out / "merged.safetensors"]], ("patches",)),
         Task("apply", lambda out: [[*apply, "--output", out / "model"]], ("merged.safetensors",)),

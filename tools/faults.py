@@ -18,49 +18,26 @@ A disturbed command must end with a result, or with an error of one line; nothin
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-from fault_tasks import Task, named, prepare, tasks, written
-
-HANG = 900  # seconds after which a command counts as hanging
-DISTRIBUTED = ("fit", "train", "evaluate")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    code: int  # negative for a signal
-    text: str  # what it wrote to stdout and stderr
-
-    def check(self) -> Ended:
-        """Fails unless this is a result, an error of one line, or a kill of ours."""
-        if "Traceback" in self.text or self.code not in (0, 1, -signal.SIGKILL):
-            raise Failed(f"exit status {self.code}: {self.text[-2000:]}")
-        return self
-
-
-class Failed(Exception):
-    """A fault that the commands did not handle."""
+from fault_kinds import HANG, Ended, Failed, accept_facts, command_line, in_two_processes, obey_permissions, small_disk
+from fault_tasks import Task, facts_in, named, prepare, tasks, written
 
 
 class Harness:
@@ -222,53 +199,52 @@ class Harness:
         self.expect_whole(task, out)
         return f"{codes.count(0)} of 2 succeed"
 
+    def lost(self, task: Task) -> str:
+        if not task.distributed:
+            return "skipped: runs in one process"
+        if (key := f"{task.name} in two processes") not in self.whole:
+            out = self.new_folder()
+            start = time.monotonic()
+            if (ended := in_two_processes(task, out)).code:
+                raise Failed(f"without a fault: {ended.text[-2000:]}")
+            self.whole[key] = written(out), time.monotonic() - start
+        expected, seconds = self.whole[key]
+        out = self.new_folder()
+        lost = in_two_processes(task, out, self.rng.uniform(0.3, 1) * seconds, self.rng.randrange(2))
+        if lost.code and (ended := in_two_processes(task, out)).code and "in use" not in ended.text:
+            raise Failed(f"a rerun fails: {ended.text[-2000:]}")
+        if (found := written(out)) != expected:
+            names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
+            raise Failed(f"a rerun gives another result: {', '.join(names)}")
+        return "one process lost" if lost.code else "finished before"
 
-def command_line(arguments: list[Any]) -> None:
-    """Runs one command. Raises SystemExit if it fails."""
-    from factpatch.cli import main
-
-    try:
-        main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        if stop.code:
-            raise
-
-
-def obey_permissions() -> None:
-    """Gives up the capabilities with which root reads and writes everything, CAP_DAC_OVERRIDE and the next one."""
-    if os.getuid() == 0:
-        header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
-        words = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, of capabilities 0 to 31 and 32 to 63
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.capget(header, words)
-        words[0] &= ~0b110
-        if libc.capset(header, words):
-            raise OSError(ctypes.get_errno(), "capset")
-
-
-@contextmanager
-def small_disk(folder: Path, size: int) -> Any:
-    """Gives a folder a file system of this size. Yields what a process must call first, if that is not possible."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=False, capture_output=True
-    )
-    if mounted.returncode:
-
-        def limit() -> None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-        yield limit
-        return
-    try:
-        yield int
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
+    def serve(self, task: Task) -> str:
+        """Kills the service between or during requests; the task, `ledger`, only supplies facts."""
+        if task.name != "ledger":
+            return "skipped: only with the ledger's facts"
+        ledger = self.new_folder() / "facts.db"
+        command = [sys.executable, "-m", "factpatch", "serve", "--model", "world", "--editor", "world", "--json"]
+        log = self.log.open("w")
+        process = subprocess.Popen(
+            [*command, "--ledger", ledger, "--port", "0"], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+        killer = threading.Timer(self.rng.uniform(0.1, 4), process.kill)
+        killer.start()
+        sent, confirmed = accept_facts(url, self.given / "facts.jsonl")
+        killer.join()
+        process.communicate()
+        log.close()
+        found = {(x, target) for _, x, target, status in facts_in(ledger) if status == "active"}
+        if not confirmed <= found <= sent or "Traceback" in self.log.read_text():
+            raise Failed(f"confirmed {len(confirmed)}, recorded {len(found)}; {self.log.read_text()[-1000:]}")
+        return "killed"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = ("kill", "full", "refused", "cut", "twice")
+    kinds = ("kill", "full", "refused", "cut", "twice", "lost", "serve")
     parser.add_argument("--rounds", type=int, default=5, help="of each fault for each task")
     parser.add_argument("--faults", nargs="*", choices=kinds, default=kinds)
     parser.add_argument("--tasks", nargs="*", default=[])

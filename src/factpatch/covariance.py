@@ -18,7 +18,7 @@ from factpatch.backends import no_cudnn_attention
 from factpatch.deltas import Delta
 from factpatch.engine import edited
 from factpatch.errors import FileError, InputError, MismatchError, ModelError
-from factpatch.files import atomic_file, read_safetensors
+from factpatch.files import atomic_file, read_safetensors, sort_metadata
 from factpatch.models import Rows, TaskModel
 from factpatch.patch import check_template, weight_shape
 
@@ -181,6 +181,7 @@ class Covariance:
         metadata = {"format": FORMAT, **described, "readers": json.dumps(self.readers)}
         with atomic_file(path) as scratch:
             save_file(self.moments, scratch, metadata=metadata)
+            sort_metadata(scratch)
 
     @classmethod
     def load(cls, path: str | Path) -> Covariance:

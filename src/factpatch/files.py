@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from factpatch.errors import FileError
 
 ABANDONED_SECONDS = 24 * 3600  # age at which a scratch file belongs to a process that was killed
+MOST_TEXT = 1 << 30  # bytes in a text file that is read as a whole
 PROBE = ".factpatch-"  # prefix of the files that `check_writable` creates and removes
 
 
@@ -137,6 +138,7 @@ def read_safetensors(path: str | Path, kind: str, form: str) -> tuple[dict[str, 
     try:
         if Path(path).is_dir():
             raise FileError(f"expected a {kind} file, found a folder at {path}; name the file")
+        refuse_device(path)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
@@ -147,6 +149,24 @@ def read_safetensors(path: str | Path, kind: str, form: str) -> tuple[dict[str, 
     if (found := metadata.get("format", "none")) != form:
         raise FileError(f"{path} is not a {kind} file: expected format {form}, found {found}; check the path")
     return metadata, tensors
+
+
+def refuse_device(path: str | Path) -> None:
+    """Raises a FileError for a device or a pipe, also behind a link: reading it may never end."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return  # which reading the file reports
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise FileError(f"expected a file, found a device or a pipe at {path}; write its content to a file first")
+
+
+def read_text(path: Path) -> str:
+    """The text of a small file, such as a config.json, that somebody else may have made."""
+    refuse_device(path)
+    if path.is_file() and path.stat().st_size > MOST_TEXT:
+        raise FileError(f"expected at most {MOST_TEXT:,} bytes in {path}, found more")
+    return path.read_text(encoding="utf-8")
 
 
 def check_writable(path: str | Path) -> None:

@@ -28,6 +28,8 @@ def _download(name: str, files: tuple[str, ...]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     repository, _, revision = name.removeprefix(PREFIX).partition("@")
+    if revision and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", revision):
+        raise FileError(f"{name} names no revision on the hub; write {PREFIX}OWNER/NAME@REVISION")
     try:
         paths = [Path(hf_hub_download(repository, file, revision=revision or None)) for file in files]
     except HFValidationError:

@@ -221,6 +221,7 @@ def export(
     if not peft:
         if rank is not None or others:
             raise typer.BadParameter("--rank and --others belong to --peft; add it, or leave them out")
+        common.refuse_existing_file(output, "--output")
         check_writable(output)
         _write(ledger, model, output, template, device, seed, as_json, folder=False)
         return

@@ -72,6 +72,7 @@ def merge(
 
     Example: factpatch patch merge runs/patches/*.safetensors --model world --output runs/merged.safetensors
     """
+    common.refuse_existing_file(output, "--output")
     check_writable(output)
     start = time.perf_counter()
     with common.working("merging"):

@@ -9,7 +9,18 @@ from typing import Annotated
 
 import typer
 
-from factpatch.cli.common import Device, Json, Model, Seed, Template, prepare, print_json, show_counts, status_bar
+from factpatch.cli.common import (
+    Device,
+    Json,
+    Model,
+    Seed,
+    Template,
+    prepare,
+    print_json,
+    refuse_existing_file,
+    show_counts,
+    status_bar,
+)
 
 app = typer.Typer(help="Train a scope, which decides which of many facts an input is about.", no_args_is_help=True)
 
@@ -41,6 +52,7 @@ def train(
 
     prepare(seed)
     config = ScopeConfig(facts=facts, steps=steps, false_matches=false_matches, seed=seed)
+    refuse_existing_file(output, "--output")
     check_writable(output)
     revisions = list(read_revisions(data))
     loaded = load_model(model, device, template=template)

@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from factpatch.cli.common import Device, Json, Seed, SkipBad, print_json, progress_bar, show_counts
+from factpatch.cli.common import (
+    Device,
+    Json,
+    Seed,
+    SkipBad,
+    print_json,
+    progress_bar,
+    refuse_existing_file,
+    show_counts,
+)
 
 REPORT_EVERY = 1000  # records between two updates of the progress bar
 
@@ -44,6 +53,8 @@ def split(
     find_device(device)
     refuse_overwriting(train, *data)
     refuse_overwriting(dev, *data)
+    refuse_existing_file(train, "--train")
+    refuse_existing_file(dev, "--dev")
     counts = Counts()
     with progress_bar("splitting", None) as advance:
 

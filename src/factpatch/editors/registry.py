@@ -16,6 +16,7 @@ from factpatch import hub, world
 from factpatch.editors.base import EditMethod
 from factpatch.editors.trainable import TrainableEditor
 from factpatch.errors import FileError, InputError
+from factpatch.files import read_text
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def load_editor(folder: str | Path, device: str | torch.device = "cpu") -> Train
     if (place / "editor").is_dir():
         place = place / "editor"
     try:
-        saved = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        saved = json.loads(read_text(place / "config.json"))
         kind = saved.get("kind", "hyper")  # the first editors did not record it
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)

@@ -22,7 +22,7 @@ from factpatch.editors.least_squares import SHRINKAGE, LeastSquares, real_tokens
 from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError, reason
 from factpatch.facts import FactEdit
-from factpatch.files import atomic_folder
+from factpatch.files import atomic_folder, read_text, refuse_device
 from factpatch.models import Rows, TaskModel
 from factpatch.models.rows import padded
 from factpatch.patch import Patch, check_template, hash_tensors, weight_shape
@@ -227,7 +227,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
     def load(cls, folder: Path, device: str | torch.device = "cpu") -> Self:
         """Loads an editor that `save` wrote."""
         try:
-            saved = json.loads((folder / "config.json").read_text())
+            saved = json.loads(read_text(folder / "config.json"))
+            refuse_device(folder / "editor.safetensors")
             stored = load_file(folder / "editor.safetensors", device=str(device))
             if "checksum" in saved and saved["checksum"] != _checksum(saved, stored):  # the first editors have none
                 raise ValueError("its checksum does not match its content")

@@ -18,7 +18,7 @@ from factpatch.deltas import Delta, LowRank
 from factpatch.engine import edited
 from factpatch.evaluation.measure import Examined, Examiner
 from factpatch.facts import normalize, same
-from factpatch.files import atomic_file
+from factpatch.files import atomic_file, sort_metadata
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
 
@@ -51,6 +51,7 @@ def write_details(
     }
     with atomic_file(folder / "details.safetensors") as scratch:
         save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, scratch, metadata)
+        sort_metadata(scratch)
     examples = [
         _example(examiner.model, patch, revision, examiner.others)
         for patch, revision in list(zip(patches, revisions, strict=True))[:EXAMPLES]

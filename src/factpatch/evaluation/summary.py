@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from factpatch.errors import FileError, InputError
-from factpatch.files import atomic_file
+from factpatch.files import atomic_file, read_text
 from factpatch.metrics import METRICS, Outcome, intervals, summary
 
 FILE = "summary.json"
@@ -140,7 +140,7 @@ class Summary:
         """Reads the summary in a folder, also if an older version wrote it."""
         path = folder / FILE
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_text(path))
         except OSError as error:
             raise FileError(f"cannot read {path}: {error.strerror}; check its permissions") from error
         except (ValueError, RecursionError) as error:

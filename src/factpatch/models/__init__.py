@@ -16,6 +16,7 @@ from factpatch import hub, world
 from factpatch.device import find_device
 from factpatch.errors import FactpatchError, FileError, InputError, MismatchError, ModelError, reason
 from factpatch.facts import normalize
+from factpatch.files import read_text
 from factpatch.models.base import TaskModel
 from factpatch.models.causal import Causal, read_settings
 from factpatch.models.classifier import Classifier
@@ -25,6 +26,7 @@ from factpatch.models.rows import Rows
 from factpatch.models.seq2seq import Seq2Seq
 from factpatch.models.template import parse_template
 from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
+from factpatch.models.untrusted import check_folder
 
 __all__ = ["Causal", "Classifier", "Rows", "Seq2Seq", "TaskModel", "TextModel", "editable_layers", "load_model"]
 
@@ -84,9 +86,11 @@ def _try_out(model: TaskModel, name: str | Path) -> None:
         inputs = model.padded_inputs(model.encode(["?", "? ?"]))  # of unequal length: one is padded
         if model.model.config.is_encoder_decoder:
             inputs["decoder_input_ids"] = inputs["input_ids"]
-        model.model(**inputs)
+        finite = model.model(**inputs).logits[-1].isfinite().all()  # of the text without padding
     except Exception as error:  # what a damaged config.json leads to depends on the architecture
         raise ModelError(f"the model in {name} does not run ({reason(error)}); check its config.json") from error
+    if not finite:
+        raise ModelError(f"the model in {name} computes values that are not finite; its weights may be damaged")
 
 
 def _read_model(
@@ -186,10 +190,10 @@ def _read_held_out(path: Path) -> frozenset[str] | None:
     if not path.exists():
         return None
     try:
-        ids = json.loads(path.read_text(encoding="utf-8"))["ids"]
+        ids = json.loads(read_text(path))["ids"]
         if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
             raise ValueError("expected a list of ids")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise FileError(f"{path} is damaged ({error}); fit the model again, or delete the file") from error
     return frozenset(ids)
 
@@ -221,6 +225,8 @@ def _source(name: str | Path) -> tuple[str, bool]:
     path = world.MODEL if name == "world" else Path(name).expanduser()
     if path.is_dir() or find_gguf(path):
         _refuse_unfinished(path)
+        if path.is_dir():
+            check_folder(path)
         return str(path), True
     looks_like_path = isinstance(name, Path) or given.startswith((".", "/", "~")) or given.count("/") > 1
     in_a_folder = "/" in given and path.parent.exists()  # a missing folder, not somebody's model

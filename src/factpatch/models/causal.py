@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit
+from factpatch.files import read_text
 from factpatch.models.base import MOST_SPECIAL_TOKENS
 from factpatch.models.beam import beam_search
 from factpatch.models.decoding import PromptSteps, greedy_search
@@ -217,12 +218,12 @@ def read_settings(folder: Path) -> tuple[str | None, int | None]:
     if not path.exists():
         return None, None
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(read_text(path))
         template, tokens = stored["template"], stored["max_answer_tokens"]
         if not isinstance(template, str | None) or not isinstance(tokens, int):
             raise ValueError("expected a template and a number of tokens")
         return template, tokens
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} is damaged ({error}); fit the model again, or delete the file") from error
 
 

@@ -19,6 +19,7 @@ from factpatch.editors import METHODS
 from factpatch.errors import FileError, InputError
 from factpatch.evaluation.summary import ADVICE, FILE, Conditions, Result, Summary, shown
 from factpatch.facts import same
+from factpatch.files import read_text, refuse_device
 from factpatch.jsonl import required_text, text_list
 from factpatch.metrics import short_number
 
@@ -199,6 +200,7 @@ def _label(conditions: Conditions) -> str:
 def _read_details(path: Path) -> Details | None:
     if not path.exists():
         return None
+    refuse_device(path)
     try:
         found = defaultdict(lambda: np.zeros(0), load_file(path))
         for name, array in found.items():
@@ -272,7 +274,7 @@ def _read_lines(path: Path) -> tuple[dict[str, Any], ...]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror}; check its permissions") from error
     except UnicodeDecodeError as error:

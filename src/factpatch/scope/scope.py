@@ -17,7 +17,7 @@ from factpatch.data.holdout import hash_shuffled
 from factpatch.data.revisions import Revision
 from factpatch.errors import FileError, InputError, MismatchError, reason
 from factpatch.facts import FactEdit, normalize
-from factpatch.files import atomic_file, read_safetensors
+from factpatch.files import atomic_file, read_safetensors, sort_metadata
 from factpatch.models import TaskModel
 from factpatch.patch import check_template
 from factpatch.scope.features import spread_layers, text_features
@@ -232,6 +232,7 @@ class Scope:
         }
         with atomic_file(path) as scratch:
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, scratch, metadata)
+            sort_metadata(scratch)
 
     @classmethod
     def load(cls, path: str | Path, model: TaskModel) -> Self:

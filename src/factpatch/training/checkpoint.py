@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from safetensors import SafetensorError
@@ -14,13 +17,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from factpatch.errors import FileError, InputError
-from factpatch.files import PROBE, atomic_folder, check_writable
+from factpatch.files import PROBE, as_file_errors, atomic_folder, check_writable, read_text, refuse_device
 
 FORMAT = 2  # of checkpoints
 
 
 class RunFolder:
-    """The folder a run writes to. A folder that is in use is refused, and so is resuming without a checkpoint."""
+    """The folder a run writes to. A folder that is in use is refused, and so is resuming without a checkpoint.
+
+    The main process locks the folder, so that two runs cannot write to it at the same time. Within one process, a new
+    object takes over the lock of an older one.
+    """
+
+    _locked: ClassVar[WeakValueDictionary[Path, Self]] = WeakValueDictionary()
 
     def __init__(self, output: str | Path, resume: bool):
         self.path = Path(output)
@@ -34,6 +43,28 @@ class RunFolder:
             advice = "resume its run with --resume, or choose" if stopped else "choose"
             raise FileError(f"{self.path} is in use; {advice} another --output")
         check_writable(self.path)
+        self.release: Callable[[], object] = lambda: None
+        self._lock()
+
+    def _lock(self) -> None:
+        if os.environ.get("RANK", "0") != "0":
+            return
+        key = self.path.absolute()
+        if (older := self._locked.get(key)) is not None:
+            older.release()
+        with as_file_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            folder = os.open(self.path, os.O_RDONLY)
+        self.release = finalize(self, os.close, folder)  # as at the end of the process, however it ends
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileError(
+                f"another run is writing to {self.path}; wait until it ends, or choose another --output"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        self._locked[key] = self
 
     def _in_use(self) -> bool:
         """Whether the folder contains files, other than those of a run killed before its first checkpoint."""
@@ -60,11 +91,11 @@ class RunFolder:
 
     def remove_checkpoint(self) -> None:
         """Renames the checkpoint, then removes it, so that a killed process leaves a complete one or none."""
-        if not self.checkpoint.exists():
-            return
-        doomed = self.path / ".checkpoint"
-        self.checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+        if self.checkpoint.exists():
+            doomed = self.path / ".checkpoint"
+            self.checkpoint.rename(doomed)
+            shutil.rmtree(doomed)
+        self.release()  # the run is finished
 
 
 def save_checkpoint(
@@ -88,8 +119,10 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[st
     """Reads the newest checkpoint in a folder."""
     newest = _checkpoints(folder)[-1]
     try:
-        numbers = json.loads((newest / "state.json").read_text())
+        numbers = json.loads(read_text(newest / "state.json"))
         if numbers.get("format") == FORMAT:
+            for path in newest.glob("*.safetensors"):
+                refuse_device(path)
             return {path.stem: load_file(path) for path in newest.glob("*.safetensors")}, numbers
     except (OSError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
         raise FileError(f"cannot read the checkpoint {newest} ({error}); start a new run") from error

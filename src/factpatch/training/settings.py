@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from factpatch.errors import InputError
+from factpatch.files import read_text
 
 
 def preset_values(name: str) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def preset_values(name: str) -> dict[str, Any]:
 
 def read_toml(path: Path, presets: Sequence[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except OSError as error:
         advice = f"give a TOML file or one of {', '.join(presets)}"
         raise InputError(f"cannot read the config {path} ({error.strerror}); {advice}") from None
