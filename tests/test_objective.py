@@ -21,7 +21,7 @@ from factpatch.training import TrainConfig
 from factpatch.training.batcher import Batcher
 from factpatch.training.objective import Objective
 from factpatch.training.sampler import Plan, Sampler, training_paraphrases
-from factpatch.training.unedited import doubts, unedited_outputs
+from factpatch.training.unedited import uncertainties, unedited_outputs
 
 CONFIG = TrainConfig(edits=3, rows=5, label_smoothing=0.1, constraint="both", max_tokens=36)
 
@@ -128,14 +128,16 @@ def test_unedited_outputs_are_the_same_kept_or_computed_anew(
 
 
 @pytest.mark.parametrize("over", ["top1", "beam"])
-def test_doubts_are_what_predictions_lack_to_certainty(model: TaskModel, known: list[Revision], over: str) -> None:
+def test_uncertainties_are_what_predictions_lack_to_certainty(
+    model: TaskModel, known: list[Revision], over: str
+) -> None:
     sampler, batcher = prepared(model, known, replace(CONFIG, kl_over=over, rows=13))
     expected = []
     for number in sampler.pool:
         logits, labels = logits_under(model, {}, known[number].input, known[number].prediction)
         expected.append(1 - logits.softmax(-1).gather(1, labels[:, None]).min().item())
     for unedited in (None, unedited_outputs(model, batcher, sampler.pool)):
-        assert doubts(model, batcher, sampler.pool, unedited) == pytest.approx(expected, rel=1e-3)
+        assert uncertainties(model, batcher, sampler.pool, unedited) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", tiny.SEQ2SEQS)

@@ -45,7 +45,7 @@ def find_dtype(precision: str | None, device: str | None) -> torch.dtype:
     return PRECISIONS[precision]
 
 
-def surroundings(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, Any]:
     """Returns the software versions and the device, to be recorded with a result."""
     import transformers
 

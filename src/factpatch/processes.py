@@ -35,7 +35,7 @@ def accelerator_on(device: torch.device, **options: Any) -> Accelerator:
     return Accelerator(cpu=device.type == "cpu", **options)
 
 
-def from_first(value: T) -> T:
+def broadcast_from_first(value: T) -> T:
     """Returns the first process's value in all processes: rounding may make their own values differ."""
     from accelerate.utils import broadcast_object_list
 

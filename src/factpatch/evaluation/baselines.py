@@ -11,7 +11,7 @@ from factpatch.evaluation.measure import measure, predicted_now
 from factpatch.metrics import summary
 from factpatch.models import TaskModel
 from factpatch.models.layers import block_names
-from factpatch.processes import from_first
+from factpatch.processes import broadcast_from_first
 
 SELECT_EDITS, SELECT_INPUTS = 50, 200  # edits and control inputs that each choice is measured on
 
@@ -42,7 +42,7 @@ def select(
 
     block = best_of([(name, None) for name in block_names(model.layers)])[0] if layers == "block" else layers
     bound = best_of([(block, bound) for bound in BOUNDS])[1] if bounded else None
-    block, bound, tried = from_first((block, bound, tried))
+    block, bound, tried = broadcast_from_first((block, bound, tried))
     return _baseline(block, bound), tried
 
 

@@ -15,7 +15,7 @@ import torch
 from factpatch.backends import tensor_core_products
 from factpatch.data.revisions import Revision, edit_of, editable, hash_revisions
 from factpatch.data.targets import with_targets
-from factpatch.device import find_dtype, surroundings
+from factpatch.device import environment, find_dtype
 from factpatch.editors import EditMethod
 from factpatch.editors.prompt import FactInPrompt
 from factpatch.errors import FactpatchError, FileError, InputError
@@ -33,7 +33,7 @@ from factpatch.evaluation.together import (
 )
 from factpatch.models import Classifier, TaskModel
 from factpatch.patch import stack_patches
-from factpatch.processes import from_first, join_processes
+from factpatch.processes import broadcast_from_first, join_processes
 from factpatch.resumable import ResumableLines
 
 Progress = Callable[[int], object]
@@ -92,11 +92,11 @@ def evaluate(
     """
     state = join_processes(model.device)
     conditions = _conditions(method, model, edits, others, settings, together)
-    if finished := from_first(_finished(folder, conditions)):
+    if finished := broadcast_from_first(_finished(folder, conditions)):
         on_done(finished.edits + sum(point.result.edits for point in finished.curve))
         return finished if state.is_main_process else None
     refuse_other_files(folder)
-    edits, others = from_first((editable(model, predicted_now(model, edits)), predicted_now(model, others)))
+    edits, others = broadcast_from_first((editable(model, predicted_now(model, edits)), predicted_now(model, others)))
     if not edits:
         raise InputError(
             "nothing to edit: the model already gives every alternative, or cannot give it; use other revisions"
@@ -119,7 +119,7 @@ def evaluate(
             if file:
                 file.finish()
 
-    Summary(conditions, result, list(tried), surroundings(model.device)).write(folder, finish)
+    Summary(conditions, result, list(tried), environment(model.device)).write(folder, finish)
     return result
 
 
@@ -137,7 +137,7 @@ def _measure_each(
     batches = [edits[start : start + size] for start in range(0, len(edits), size)]
     lines = open_lines(folder / EDITS, identity)
     # A run resumes after the last whole batch; only the very last batch may be shorter than the others.
-    done = from_first((len(batches) if lines.done == len(edits) else lines.done // size) if lines else 0)
+    done = broadcast_from_first((len(batches) if lines.done == len(edits) else lines.done // size) if lines else 0)
     if lines:
         lines.keep(min(done * size, len(edits)))
     on_done(min(done * size, len(edits)))

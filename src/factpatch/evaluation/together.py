@@ -21,7 +21,7 @@ from factpatch.evaluation.measure import Examiner
 from factpatch.evaluation.merges import MergeOptions, find_merge
 from factpatch.evaluation.summary import JointResult, Result
 from factpatch.models import TaskModel
-from factpatch.processes import from_first
+from factpatch.processes import broadcast_from_first
 from factpatch.resumable import ResumableLines
 
 COVERED = 256  # edits measured one by one, and for each group size; more only if a single group is larger
@@ -81,7 +81,7 @@ def measure_together(
         edits[k * size : (k + 1) * size] for size in together.sizes for k in range(count_groups(len(edits), size))
     ]
     lines = open_lines(folder / TOGETHER, settings)
-    done = from_first(_whole_groups(lines.done, groups) if lines else 0)
+    done = broadcast_from_first(_whole_groups(lines.done, groups) if lines else 0)
     if lines:
         lines.keep(sum(map(len, groups[:done])))
     on_done(sum(map(len, groups[:done])))

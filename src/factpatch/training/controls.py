@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 from factpatch.data.revisions import Revision
 from factpatch.models import TaskModel
-from factpatch.processes import from_first
+from factpatch.processes import broadcast_from_first
 from factpatch.scope.features import spread_layers, text_features
 from factpatch.training.batcher import Batcher
 from factpatch.training.sampler import NEAR, Indices, Sampler
-from factpatch.training.unedited import OnShare, doubts
+from factpatch.training.unedited import OnShare, uncertainties
 
 NEAREST = 16  # nearest neighbours per revision
 SPARE = 8  # further ones, in place of neighbours that are the revision's own input or paraphrases
@@ -40,9 +40,9 @@ def prepare_controls(
     if not config.controls_per_edit:
         return
     if "unsure" in config.others:
-        sampler.prefer(from_first(doubts(model, batcher, sampler.pool, unedited, on_share)))
+        sampler.prefer(broadcast_from_first(uncertainties(model, batcher, sampler.pool, unedited, on_share)))
     if "near" in config.others:
-        sampler.near = from_first(look_alikes(model, revisions, sampler))
+        sampler.near = broadcast_from_first(look_alikes(model, revisions, sampler))
 
 
 def look_alikes(model: TaskModel, revisions: Sequence[Revision], sampler: Sampler) -> Indices:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from factpatch.backends import no_cudnn_attention
 from factpatch.data.holdout import hold_out
 from factpatch.data.records import Counts, Record, source_hash
-from factpatch.device import find_device, surroundings, to_device
+from factpatch.device import environment, find_device, to_device
 from factpatch.errors import InputError
 from factpatch.files import files_into
 from factpatch.metrics import accuracy
@@ -261,7 +261,7 @@ class Fit(Run):
 
     def _save(self, result: dict[str, Any]) -> None:
         """Writes the model's folder, including its settings and the held-out facts of train."""
-        where = surroundings(self.accelerator.device)
+        where = environment(self.accelerator.device)
         about = {"model": self.model_name, **self.data, "config": asdict(self.config), **where, "result": result}
         with files_into(self.folder.path) as scratch:
             self.model.write_to(scratch)

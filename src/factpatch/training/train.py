@@ -17,7 +17,7 @@ from factpatch.data.holdout import hash_shuffled
 from factpatch.data.records import source_hash
 from factpatch.data.revisions import Revision, load_revisions, teachable
 from factpatch.data.targets import check_kinds, find_targets
-from factpatch.device import find_dtype, surroundings
+from factpatch.device import environment, find_dtype
 from factpatch.editors import Looped, find_method
 from factpatch.errors import InputError, TrainingError
 from factpatch.files import atomic_file
@@ -326,7 +326,7 @@ class Train(Run):
         """Writes config.json, with the result once there is one, and metrics.jsonl."""
         if not self.accelerator.is_main_process:
             return
-        about = {**self.about, **surroundings(self.model.device), "result": result}
+        about = {**self.about, **environment(self.model.device), "result": result}
         with atomic_file(self.folder.path / "config.json") as scratch:
             scratch.write_text(json.dumps(about, indent=2) + "\n")
         with atomic_file(self.folder.path / "metrics.jsonl") as scratch:

@@ -18,7 +18,7 @@ from factpatch.training.sampler import Indices
 
 ROWS_PER_BATCH = {"cpu": 64, "cuda": 1024}  # fixed, so that runs are reproducible
 MEMORY_SHARE = 0.2  # maximum share of a GPU's free memory for the table of outputs
-LEAST_DOUBT = 1e-3  # so that control inputs with certain predictions are drawn, too
+LEAST_UNCERTAINTY = 1e-3  # so that control inputs with certain predictions are drawn, too
 
 OnShare = Callable[[float], object]
 
@@ -46,7 +46,7 @@ def unedited_outputs(
 @torch.no_grad()
 @no_cudnn_attention()
 @tensor_core_products()
-def doubts(
+def uncertainties(
     model: TaskModel,
     batcher: Batcher,
     pool: Indices,
@@ -66,7 +66,7 @@ def doubts(
         largest = losses.new_zeros(len(rows)).scatter_reduce(0, rows.row_of_position, losses, "amax")
         of_predictions = largest.view(len(members), -1)[:, 0]  # the rows of an input begin with its prediction
         found[members] = -(-of_predictions.double()).expm1().cpu().numpy()
-    return np.maximum(found, LEAST_DOUBT)
+    return np.maximum(found, LEAST_UNCERTAINTY)
 
 
 def outputs_of(model: TaskModel, rows: Rows, labels: Tensor, kl_over: str) -> Tensor:

@@ -23,7 +23,7 @@ from factpatch.evaluation.merges import examine_merged
 from factpatch.merging import merge
 from factpatch.metrics import summary
 from factpatch.models import TaskModel
-from factpatch.processes import from_first
+from factpatch.processes import broadcast_from_first
 from factpatch.training.config import TrainConfig
 
 SMALLEST_FINAL = 8  # edits
@@ -59,7 +59,7 @@ class Validator:
         self.config = config
         self.accelerator = accelerator
         with tensor_core_products():  # as in `measure`
-            self.revisions = from_first(predicted_now(model, revisions))
+            self.revisions = broadcast_from_first(predicted_now(model, revisions))
         self.edits = with_targets(model, self.revisions, config.targets, config.seed)
         self.covariance: Covariance | None = None  # if edits are merged
 
