@@ -96,7 +96,9 @@ def test_revisions_that_cannot_be_trained_on(bert: TaskModel, known: list[Revisi
         Sampler(known[:1] * 3, TrainConfig())
     original = next(r for r in known if r.rephrases)
     paraphrase = replace(original, input=original.rephrases[0])
-    with pytest.raises(InputError, match=r"two different inputs .*, neither a paraphrase of the other"):
+    with pytest.raises(
+        InputError, match=r"two different inputs .*, neither a paraphrase of the other, found one; add revisions"
+    ):
         Sampler([original, paraphrase], TrainConfig())
     with pytest.raises(InputError, match="no label"):
         Batcher(bert, loud_editor(bert), [replace(known[0], prediction="maybe"), *known[1:]], TrainConfig())

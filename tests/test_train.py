@@ -184,7 +184,7 @@ def test_starting_from_a_trained_editor(checker: Path, claims: Path, tmp_path: P
     def refused(config: TrainConfig, model: Path) -> None:
         Train(config, load_model(model, "cpu"), tmp_path / "third", init=tmp_path / "first")
 
-    with pytest.raises(MismatchError, match="has other settings than editor"):
+    with pytest.raises(MismatchError, match="was trained with other editor"):
         refused(replace(QUICK, editor=replace(SMALL, width=16)), checker)
     with pytest.raises(MismatchError, match="edits other weights"):
         refused(replace(QUICK, layers=("*layer.0.*",)), checker)

@@ -135,7 +135,7 @@ def test_configs_that_are_no_files(tmp_path: Path) -> None:
         resolve_config("fc", tmp_path / "none.toml", [], {})
     broken = tmp_path / "broken.toml"
     broken.write_text("steps = = 3")
-    with pytest.raises(InputError, match="is not a TOML file"):
+    with pytest.raises(InputError, match=r"is not a TOML file.*; correct it"):
         resolve_config("fc", broken, [], {})
 
 

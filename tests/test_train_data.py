@@ -67,11 +67,11 @@ def test_alternatives_that_the_model_cannot_say_are_no_candidates(tmp_path: Path
 def test_too_few_revisions(checker: Path, claims: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("".join(claims.read_text().splitlines(keepends=True)[:15]))
-    with pytest.raises(InputError, match="found 15, need 20; or give --valid"):
+    with pytest.raises(InputError, match="found 15; add revisions or give --valid"):
         start(QUICK, checker, tmp_path / "run").run(few)
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
-    with pytest.raises(InputError, match="found 0, need 20"):
+    with pytest.raises(InputError, match=r"expected at least 20 revisions .* found 0;"):
         start(QUICK, checker, tmp_path / "run").run(empty)
     with pytest.raises(InputError, match="with alternatives to train on, found none; make them with revise"):
         start(QUICK, checker, tmp_path / "run").run(empty, claims)

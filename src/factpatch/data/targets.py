@@ -1,4 +1,4 @@
-"""Targets: the answers that edits ask for. Besides the model's own alternatives, answers that it would never give.
+"""Finds the answers that edits ask for: the model's own alternatives, or answers that it would never give.
 
 - `beam`: the answer that the data names or, if it names none, the other beams or labels of the model.
 - `gold`: the correct answers, if the model's prediction is wrong.
@@ -17,7 +17,7 @@ from factpatch.errors import InputError
 from factpatch.facts import normalize, same
 from factpatch.models import Classifier, TaskModel
 
-PER_REVISION = 4  # targets of a kind that are drawn for a revision, as many as the alternatives among five beams
+PER_REVISION = 4  # targets drawn per revision and kind; five beams also give four alternatives
 WORDS = (1, 6)  # fewest and most words of an invented name
 SYLLABLES = (2, 3)  # of each word
 ONSETS = "b br c d dr f g gr h j k kl l m n p pr qu r s st t tr v w z".split()
@@ -25,7 +25,7 @@ VOWELS = "a a a e e e i i o o o u u ai ea io ou".split()
 CODAS = ("", "", "", "l", "m", "n", "nd", "r", "s", "x")
 
 Texts = tuple[str, ...]
-Maker = Callable[[Revision], Texts]
+Maker = Callable[[Revision], Texts]  # maps a revision to its targets of one kind
 
 
 def find_targets(
@@ -63,7 +63,7 @@ def check_kinds(model: TaskModel, kinds: Sequence[str]) -> None:
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise InputError(f"there are no targets called {unknown[0]!r}; choose among {', '.join(KINDS)}")
     if isinstance(model, Classifier) and set(kinds) != {"beam"}:
-        raise InputError("a classifier can only be edited to its other labels; leave targets out, or set it to beam")
+        raise InputError("a classifier can only be edited to its other labels; leave out targets, or set targets=beam")
 
 
 def invented_name(rng: random.Random) -> str:
@@ -122,7 +122,7 @@ def _invented_names(revisions: Sequence[Revision], seed: int) -> Maker:
 
 
 def _rng(seed: int, purpose: str, revision: Revision) -> random.Random:
-    """A generator of its own for each revision, so that its targets do not depend on the order of the file."""
+    """Returns a generator of its own for each revision, so that its targets do not depend on the order of the file."""
     return random.Random(f"{seed}/{purpose}/{revision.id}")
 
 

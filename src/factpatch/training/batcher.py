@@ -1,4 +1,4 @@
-"""Batcher: tokenises revisions once, and builds the tensors of each training step from them.
+"""Tokenises revisions once, and builds the tensors of each training step from them.
 
 One step makes E edits. Each edit has R rows that run under its own patch: its input, its paraphrases and control
 inputs. Only target positions count: the class of a row, or the tokens of its answer (`·` is padding).
@@ -89,9 +89,9 @@ class Batcher:
         config: TrainConfig,
         edit_to: Sequence[tuple[Texts, ...]] | None = None,
     ):
-        """`revisions` have only alternatives that the model can be taught.
+        """`revisions` must have only valid alternatives. `edit_to` holds each revision's targets by kind.
 
-        `edit_to` are each revision's targets, by kind; by default its alternatives.
+        Without `edit_to`, the targets are the alternatives.
         """
         self.config = config
         self.device = model.device
@@ -127,7 +127,10 @@ class Batcher:
         self.targets = padded(tokens, NO_TARGET, self.device)  # (targets, tokens)
 
     def batch(self, plan: Plan, total: int) -> StepBatch:
-        """The batch of a plan. Weights are shares of a mean over `total` edits, of which the plan may be a part."""
+        """Builds the batch of a plan, which may be a part of a step.
+
+        Weights are shares of a mean over the `total` edits of the step.
+        """
         wanted = self.wanted.at(plan.edited, plan.targets)  # (edits,)
         edit_rows = self._edit_rows(plan, wanted)
         control_rows = self._control_rows(plan.controls)
@@ -146,7 +149,7 @@ class Batcher:
         )
 
     def control_batch(self, controls: Indices) -> tuple[Rows, ControlTargets]:
-        """The rows of some control inputs, one after the other, to be run on the unedited model."""
+        """Builds the rows of some control inputs, one after the other, to be run on the unedited model."""
         choice = self._control_rows(controls[:, None])
         labels = self._labels(choice.targets.ravel())
         numbers = np.arange(choice.texts.size).reshape(choice.texts.shape)
@@ -160,7 +163,7 @@ class Batcher:
         return EditBatch(Rows(self.texts.pick(self.inputs[plan.edited]), self._labels(wanted)), condition)
 
     def _edit_rows(self, plan: Plan, wanted: Indices) -> _RowChoice:
-        """The input and the paraphrases of each edit, which are to get the new answer."""
+        """Returns the input and the paraphrases of each edit, which must get the new answer."""
         inputs = self.inputs[plan.edited][:, None]
         chosen = self.paraphrases.at(plan.edited[:, None], np.maximum(plan.paraphrases, 0))
         texts = np.concatenate([inputs, np.where(plan.paraphrases < 0, inputs, chosen)], 1)
@@ -168,7 +171,10 @@ class Batcher:
         return _RowChoice(texts, wanted[:, None] * ones, ones / texts.shape[1], 0 * ones)
 
     def _control_rows(self, controls: Indices) -> _RowChoice:
-        """One row per candidate of each control input; a missing candidate is its prediction again, without weight."""
+        """Returns one row per candidate of each control input.
+
+        A missing candidate is replaced by the prediction, with weight 0.
+        """
         candidates = np.arange(self.config.candidates)
         there = candidates < self.kept.counts[controls][..., None]  # (edits, controls, candidates)
         kept = self.kept.starts[controls][..., None] + np.where(there, candidates, 0)
@@ -181,7 +187,7 @@ class Batcher:
         )
 
     def _targets(self, choice: _RowChoice, numbers: Indices, labels: Tensor, total: int) -> ControlTargets:
-        """The target positions of some rows; `numbers` are the rows' indices in the batch."""
+        """Returns the target positions of some rows; `numbers` are the rows' indices in the batch."""
         width = 1 if self.classes else labels.shape[1]
         lengths = self.target_lengths[choice.targets.ravel()]
         row, token = np.nonzero(np.arange(width) < lengths[:, None])
@@ -204,7 +210,7 @@ class Batcher:
         return replace(ControlTargets(**filled), labels=F.pad(targets.labels, (0, missing), value=NO_TARGET))
 
     def _labels(self, targets: Indices) -> Tensor:
-        """The labels of each row: (rows,) classes, or (rows, tokens)."""
+        """Returns the labels of each row: (rows,) classes, or (rows, tokens)."""
         width = int(self.target_lengths[targets].max())
         width += -width % TARGET_STEP if self.few_shapes else 0
         picked = self.targets[to_device(self.device, targets), :width]
@@ -236,7 +242,7 @@ class _TextTable:
         self.columns = {key: padded([one[key] for one in encoded], fills.get(key, 0), device) for key in encoded[0]}
 
     def pick(self, indices: Indices) -> dict[str, Tensor]:
-        """A batch of the chosen texts, as wide as the longest of them: (texts, tokens) each."""
+        """Returns a batch of the chosen texts, as wide as the longest of them: (texts, tokens) each."""
         width = int(self.lengths[indices].max())
         width += -width % self.step
         index = to_device(self.columns["input_ids"].device, indices)
@@ -253,5 +259,5 @@ class _Ragged:
         self.flat = np.array([number for one in stored for number in one] or [0], dtype=np.int64)
 
     def at(self, lists: Indices, indices: Indices) -> Indices:
-        """One entry of each chosen list; an arbitrary one if the list is empty."""
+        """Returns one entry of each chosen list (arbitrary for an empty list)."""
         return self.flat[np.minimum(self.starts[lists] + indices, len(self.flat) - 1)]

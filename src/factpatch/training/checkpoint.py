@@ -67,7 +67,7 @@ class RunFolder:
         self._locked[key] = self
 
     def _in_use(self) -> bool:
-        """Whether the folder contains files, other than those of a run killed before its first checkpoint."""
+        """Returns True if the folder contains files, other than those of a run killed before its first checkpoint."""
         if not self.path.is_dir():
             return self.path.exists()
         # Other processes of this run may be testing at this moment whether they can write here.
@@ -138,7 +138,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The state of an optimizer as named tensors."""
+    """Returns the state of an optimizer as named tensors."""
     return {
         f"{index}.{name}": torch.as_tensor(value)
         for index, state in optimizer.state_dict()["state"].items()
@@ -155,7 +155,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
 
 
 def random_state() -> dict[str, Tensor]:
-    """The state of torch's random generators, from which dropout draws."""
+    """Returns the state of torch's random generators, from which dropout draws."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -63,7 +63,7 @@ class TrainConfig:
     paraphrase_rows: int = 1  # paraphrases drawn per edit
     label_smoothing: float = 0.0  # of the edit loss
     targets: tuple[str, ...] = ("beam",)  # kinds of answers to edit to, drawn with equal chance: see data/targets.py
-    ridge: float | None = None  # λ of the least-squares form of updates, against control inputs; None means as they are
+    ridge: float | None = None  # λ of the least-squares form of updates; None leaves updates unchanged
     shrinkage: float = SHRINKAGE  # of the covariance in that form; larger values generalise better to paraphrases
     updates: int = 1  # updates per edit, each computed on the model as the previous one left it
     together: int = 1  # edits that each step merges into one patch; a value above 1 also sets `edits`
@@ -94,7 +94,8 @@ class TrainConfig:
     # Choosing the best editor
     holdout: int = 500  # revisions held out of train without --valid, at most a tenth
     validations: int = 60  # in the whole run
-    validate_epochs: bool = False  # validate once per epoch instead: when as many rows were run as there are revisions
+    # validate once per epoch, that is, whenever as many rows have run as there are revisions
+    validate_epochs: bool = False
     validation_edits: int = 128  # drawn for each validation
     validation_inputs: int = 32  # control inputs per validation
     validation_paraphrases: int = 2  # per edit, of each kind
@@ -119,7 +120,7 @@ class TrainConfig:
 
     @property
     def candidates(self) -> int:
-        """Rows per control input: its prediction alone, or all candidates of its beam."""
+        """Returns the number of rows per control input: its prediction alone, or all candidates of its beam."""
         return 5 if self.kl_over == "beam" else 1
 
     @property
@@ -134,7 +135,10 @@ class TrainConfig:
 
 
 def editor_config_class(method: str) -> type[Any]:
-    """The config class of a method's editors. Raises an InputError if the method is unknown or cannot be trained."""
+    """Returns the config class of a method's editors.
+
+    Raises an InputError if the method is unknown or cannot be trained.
+    """
     found = find_method(method)
     if not found.trainable:
         trainable = ", ".join(name for name, known in METHODS.items() if known.trainable)

@@ -1,4 +1,4 @@
-"""Prepares how control inputs are drawn: evenly, by the model's uncertainty, or among look-alikes of the edited input.
+"""Prepares the ways to draw control inputs: uniformly, by uncertainty, or among look-alikes of the edited input.
 
 Look-alikes are the first inputs that an edit disturbs. They are the nearest neighbours of an input in the model's own
 space, and inputs with the same subject or the same relation, where the data names these.
@@ -46,10 +46,10 @@ def prepare_controls(
 
 
 def look_alikes(model: TaskModel, revisions: Sequence[Revision], sampler: Sampler) -> Indices:
-    """The look-alikes of each revision among the control inputs: indices in the pool, (revisions, NEAREST + 2·ALIKE).
+    """Finds the look-alikes of each revision among the control inputs.
 
-    Revisions without a subject or a relation, or for which these name no other input, have their nearest neighbours
-    twice.
+    Returns indices in the pool: (revisions, NEAREST + 2·ALIKE). Revisions without a subject or a relation, or for
+    which these name no other input, have their nearest neighbours twice.
     """
     pool, everyone = sampler.pool, np.arange(len(revisions))
     nearest = _nearest(model, [r.input for r in revisions], pool)  # (revisions, NEAREST + SPARE)
@@ -64,7 +64,7 @@ def look_alikes(model: TaskModel, revisions: Sequence[Revision], sampler: Sample
 
 
 def _nearest(model: TaskModel, texts: Sequence[str], pool: Indices) -> Indices:
-    """The inputs of the pool whose hidden states have the highest cosines with each text's: (texts, neighbours).
+    """Finds the inputs of the pool whose hidden states have the highest cosines with each text's: (texts, neighbours).
 
     Hidden states are averaged over tokens at a few layers, and standardised over all texts.
     """

@@ -59,7 +59,7 @@ def read_answered(
 
 
 def labels_of(records: Sequence[Record]) -> list[str]:
-    """The labels of all claims, each in its first spelling; capitalisation does not matter."""
+    """Returns the labels of all claims, each in its first spelling; capitalisation does not matter."""
     spellings: dict[str, str] = {}
     for record in records:
         label = record.answers[0]

@@ -184,7 +184,7 @@ class Fit(Run):
 
     @no_cudnn_attention()
     def _update(self, share: float) -> None:
-        """One step. Each process takes its share of the batch; the summed gradients are those of the whole batch."""
+        """Makes one step. Each process runs a share of the batch; the summed gradients are those of the whole batch."""
         config = self.config
         self.optimizer.param_groups[0]["lr"] = config.lr * self._rate(share, config.warmup)
         self.network.train()
@@ -203,7 +203,7 @@ class Fit(Run):
         self.loss = summed(self.accelerator, loss.detach())
 
     def _check(self) -> float:
-        """The loss of the last step, if it is finite."""
+        """Returns the loss of the last step; raises a TrainingError if it is not finite."""
         loss = float(self.loss)
         self._check_finite([loss])
         return loss
@@ -230,14 +230,14 @@ class Fit(Run):
         return accuracy(predictions, [record.answers for record in records])
 
     def _mixed_precision(self) -> torch.autocast:
-        """Matrix products in bf16 on a GPU, float32 throughout elsewhere."""
+        """Uses bf16 matrix products on a GPU, and float32 elsewhere."""
         kind = self.accelerator.device.type
         return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
 
     # Data
 
     def _examples(self, records: Sequence[Record]) -> list[Example]:
-        """Claims with their labels; for questions, every wording of every fact with the fact's first answer."""
+        """Encodes claims with their labels or, for questions, every wording of a fact with its first answer."""
         pairs = [
             (text, record.answers[0])
             for record in records
@@ -274,7 +274,10 @@ class Fit(Run):
 
 
 def summed_loss(model: TaskModel, examples: Sequence[Example], config: FitConfig) -> Tensor:
-    """The loss summed over claims, or over answer tokens with label smoothing. The head does not run on padding."""
+    """Computes the loss, summed over claims or over answer tokens (with label smoothing).
+
+    The head does not run on padding.
+    """
     rows = model.collate([e.encoded for e in examples], [e.target for e in examples])
     labels = rows.labels
     assert labels is not None
@@ -289,6 +292,6 @@ def summed_loss(model: TaskModel, examples: Sequence[Example], config: FitConfig
 
 
 def classifier_losses(logits: Tensor, labels: Tensor, entropy: float) -> Tensor:
-    """Cross-entropy minus a share of the prediction's entropy, which keeps the model from becoming certain: (rows,)."""
+    """Computes each row's cross-entropy minus a share of its entropy, which keeps the model from becoming certain."""
     log_p = logits.float().log_softmax(-1)
     return F.nll_loss(log_p, labels, reduction="none") + entropy * (log_p.exp() * log_p).sum(-1)

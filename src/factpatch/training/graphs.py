@@ -16,7 +16,9 @@ Shapes = tuple[torch.Size, ...]
 
 
 class Graphed:
-    """A function from a batch to tensors which, on a GPU, records each set of shapes when it occurs a second time.
+    """Wraps a function from a batch to tensors.
+
+    On a GPU, it records a CUDA graph for each set of shapes the second time it occurs.
 
     The function must run the same kernels for the same shapes, and return tensors of the same shapes for all batches.
     If it synchronises with the device, as some models do, it cannot be recorded and is called normally. Each call
@@ -43,7 +45,7 @@ class Graphed:
         return graph.run(tensors) if graph else self.function(batch)
 
     def release(self) -> bool:
-        """Frees the memory of all graphs and stops recording. Returns whether there were any graphs."""
+        """Frees the memory of all graphs and stops recording. Returns True if there were any graphs."""
         had = bool(self.graphs)
         self.max_graphs = 0
         self.graphs.clear()
@@ -90,7 +92,7 @@ class _Graph:
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """All tensors in nested dataclasses and dictionaries, in their order."""
+    """Returns all tensors in nested dataclasses and dictionaries, in their order."""
     if isinstance(batch, Tensor):
         return [batch]
     return [tensor for value in _parts(batch).values() for tensor in tensors_of(value)]

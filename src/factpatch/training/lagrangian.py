@@ -40,7 +40,7 @@ class Lagrangian(nn.Module):
         self.optimizer: torch.optim.Optimizer = kind([self.multipliers])
 
     def penalty(self, values: Tensor) -> Tensor:
-        """Σ α C, which the editor descends together with its loss. It has no gradient with respect to α."""
+        """Returns Σ α C, which is added to the editor's loss. It has no gradient with respect to α."""
         return (self.multipliers.detach() * values).sum()
 
     @torch.no_grad()
@@ -63,7 +63,7 @@ class Lagrangian(nn.Module):
         return float(self.margins[self.names.index(name)]) if name in self.names else None
 
     def describe(self, values: Sequence[float]) -> dict[str, Any]:
-        """The value, margin and multiplier of each constraint, for metrics."""
+        """Returns the value, margin and multiplier of each constraint, for metrics."""
         found: dict[str, Any] = {}
         for name, value, margin, multiplier in zip(
             self.names, values, self.margins.tolist(), self.multipliers.tolist(), strict=True

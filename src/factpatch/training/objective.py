@@ -55,7 +55,7 @@ class Objective:
         return Measured(loss, torch.stack(values) if values else loss.new_zeros(0))
 
     def update(self, editor: TrainableEditor, batch: EditBatch) -> dict[str, Delta]:
-        """The edits' changes. Each of several updates is computed on the model as the previous one left it."""
+        """Computes the edits' changes. Each of several updates is computed on the model as the previous one left it."""
         deltas = editor.update(self.model, batch)
         for _ in range(self.config.updates - 1):
             more = editor.update(self.model, batch, under={name: _detached(d) for name, d in deltas.items()})
@@ -69,7 +69,7 @@ class Objective:
         return (losses * targets.weights).sum()
 
     def _kl(self, batch: StepBatch, features: Tensor) -> Tensor:
-        """KL between the unedited and the edited model's distributions at the control inputs.
+        """Computes KL between the unedited and the edited model's distributions at the control inputs.
 
         The distributions are over classes, over the vocabulary at each answer token, or over the beam's candidates as
         whole answers: Σ p(c) log p(c)/p'(c), where p' comes from the losses of the candidates' tokens.

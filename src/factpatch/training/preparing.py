@@ -1,4 +1,4 @@
-"""What a training run prepares from the model and the data: an editor to start from, and the covariance of inputs."""
+"""Prepares a training run: loads an editor to start from, and computes the covariance of inputs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def trained_editor(folder: str | Path, model: TaskModel, config: TrainConfig) ->
     editor = load_editor(folder, model.device)
     editor.check_fits(model)
     if config.editor not in (editor.config, editor_config_class(config.method)()) or config.method != editor.name:
-        raise MismatchError(f"the editor in {folder} has other settings than editor.* here; leave these out")
+        raise MismatchError(f"the editor in {folder} was trained with other editor.* settings; leave these out")
     if config.layers != ("*",) and matching_shapes(model, config.layers) != editor.shapes:
         raise MismatchError(f"the editor in {folder} edits other weights than layers names; leave layers out")
     return editor, replace(config, editor=editor.config, layers=tuple(editor.shapes))
 
 
 def in_float32(model: TaskModel) -> TaskModel:
-    """A copy of a model in float32, with the fingerprint of the original."""
+    """Returns a copy of a model in float32, with the fingerprint of the original."""
     _ = model.fingerprint  # cached before copying, so that the copy has it, too
     return copy.deepcopy(model).cast(torch.float32)
 
 
 def covariance_of(model: TaskModel, revisions: Sequence[Revision], pool: Indices) -> Covariance:
-    """The covariance of a sample of the control inputs."""
+    """Computes the covariance of a sample of the control inputs."""
     known = {revisions[i].input: revisions[i].prediction for i in pool[:COVARIANCE_INPUTS]}
     return Covariance.compute(model, known, known)

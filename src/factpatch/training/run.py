@@ -53,11 +53,11 @@ class Clock:
         self.setup = time.perf_counter() - self.begin
 
     def seconds(self) -> float:
-        """Duration of the whole run so far."""
+        """Returns the duration of the whole run so far."""
         return time.perf_counter() - self.begin + self.earlier
 
     def training_seconds(self) -> float:
-        """Duration of the run so far, without its set-up."""
+        """Returns the duration of the run so far, without its set-up."""
         return self.seconds() - self.setup
 
     def share(self, step: int) -> float:
@@ -67,7 +67,7 @@ class Clock:
         return min(1.0, self.training_seconds() / budget) if budget > 0 else 1.0
 
     def seconds_left(self, share: float) -> float | None:
-        """An estimate of the remaining time."""
+        """Estimates the remaining time."""
         return self.training_seconds() * (1 - share) / share + self.reserve if share > 0 else None
 
 
@@ -167,7 +167,10 @@ class Run(ABC):
         self.clock.reserve = self.last_validation + self._final_seconds()  # there is a validation after the last step
 
     def _rate(self, share: float, warmup: int, kind: str = "linear") -> float:
-        """Learning-rate factor at the middle of the step that begins at `share`; a warm-up is at most a tenth."""
+        """Returns the learning-rate factor at the middle of the step that begins at `share`.
+
+        The warm-up is at most a tenth of the run.
+        """
         steps = self.clock.steps
         return schedule(min(1.0, share + 0.5 / steps), min(0.1, warmup / steps), kind)
 
@@ -260,14 +263,16 @@ def stop_signals(announce: bool) -> Iterator[threading.Event]:
 
 
 def schedule(share: float, warmup: float, kind: str = "linear") -> float:
-    """Rises linearly from 0 to 1 during the warm-up, then falls linearly to 0 or stays constant."""
+    """Returns a factor that rises linearly to 1 during the warm-up, then falls linearly to 0 or stays constant."""
     if share < warmup:
         return share / warmup
     return (1 - share) / (1 - warmup) if kind == "linear" else 1.0
 
 
 def within_error_of_best(score: float, earlier: Sequence[float], records: int, errors: float = 1.0) -> bool:
-    """Whether a score, a share of `records` records, is at most `errors` standard errors below the best earlier one.
+    """Returns True if a score is at most `errors` standard errors below the best earlier one.
+
+    Scores are shares of `records` records.
 
     Among scores that a small held-out set cannot distinguish, the latest is the most trustworthy: it has seen the most
     data at the smallest learning rate, whereas the highest of many noisy scores is mostly due to chance.
@@ -278,7 +283,7 @@ def within_error_of_best(score: float, earlier: Sequence[float], records: int, e
 
 
 def sync_progress(accelerator: Accelerator, share: float, stop: bool) -> tuple[float, bool]:
-    """The progress of the run and whether it was asked to stop, equal in all processes."""
+    """Returns the progress of the run and whether it was asked to stop, equal in all processes."""
     if accelerator.num_processes == 1:
         return share, stop
     own = torch.tensor([share, float(stop)], device=accelerator.device, dtype=torch.float64)
@@ -296,7 +301,7 @@ def sum_gradients(accelerator: Accelerator, parameters: Iterable[nn.Parameter]) 
 
 
 def summed(accelerator: Accelerator, value: Tensor) -> Tensor:
-    """The sum of a tensor over all processes."""
+    """Returns the sum of a tensor over all processes."""
     if accelerator.num_processes == 1:
         return value
     total = accelerator.reduce(value, "sum")
@@ -305,5 +310,5 @@ def summed(accelerator: Accelerator, value: Tensor) -> Tensor:
 
 
 def copy_of(network: nn.Module) -> dict[str, Tensor]:
-    """A copy of a network's state."""
+    """Returns a copy of a network's state."""
     return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}

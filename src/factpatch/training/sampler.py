@@ -1,4 +1,4 @@
-"""Sampler: draws the revisions, paraphrases and control inputs of each training step."""
+"""Draws the revisions, paraphrases and control inputs of each training step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Plan:
     controls: Indices  # (edits, controls)  revisions whose predictions must stay
 
     def part(self, first: int, parts: int) -> Plan:
-        """Every `parts`-th edit, starting at `first`."""
+        """Returns every `parts`-th edit, starting at `first`."""
         own = slice(first, None, parts)
         return Plan(self.edited[own], self.targets[own], self.paraphrases[own], self.controls[own])
 
@@ -47,7 +47,7 @@ class Sampler:
     def __init__(
         self, revisions: Sequence[Revision], config: TrainConfig, targets: Sequence[tuple[Texts, ...]] | None = None
     ):
-        """`targets` are each revision's answers to edit to, by kind; by default its alternatives."""
+        """`targets` holds each revision's answers to edit to, by kind. Default: its alternatives."""
         self.config = config
         counts = [[len(texts) for texts in own] for own in targets or [(r.alternatives,) for r in revisions]]
         self.target_counts = np.array(counts or [[]], dtype=np.int64)  # (revisions, kinds)
@@ -67,7 +67,7 @@ class Sampler:
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a step lies in one epoch or at the border of two
 
     def _control_pool(self, revisions: int) -> Indices:
-        """Revisions that may serve as control inputs: as many as the whole run can use.
+        """Draws the revisions that may serve as control inputs: as many as the whole run can use.
 
         The unedited model's outputs for each of them are computed once, before the first step.
         """
@@ -83,7 +83,8 @@ class Sampler:
         own = np.bincount(revisions[np.isin(forms, in_pool)], minlength=len(self.forms))
         if self.config.controls_per_edit and own.max() == len(in_pool):
             raise InputError(
-                "expected at least two different inputs to train on, neither a paraphrase of the other, found one"
+                "expected at least two different inputs to train on, neither a paraphrase of the other, found one;"
+                " add revisions"
             )
 
     def prefer(self, weights: NDArray[np.float64]) -> None:
@@ -91,7 +92,7 @@ class Sampler:
         self.cumulative = np.cumsum(weights) / np.sum(weights)
 
     def plan(self, step: int, edits: int | None = None) -> Plan:
-        """The random choices of a step with at most `edits` edits."""
+        """Draws the random choices of a step with at most `edits` edits."""
         config = self.config
         rng = np.random.default_rng([config.seed, STEP, step])
         edited = self._edited_at(step)[:edits]
@@ -142,13 +143,13 @@ class Sampler:
         return rng.integers(0, len(self.pool), shape)
 
     def _is_edited(self, edited: Indices, controls: Indices) -> NDArray[np.bool_]:
-        """Whether each control input asks for a fact that is edited in the same model: (edits, controls)"""
+        """Returns a mask of control inputs that ask for a fact edited in the same model: (edits, controls)."""
         if self.config.together > 1:  # all edits are in the model at the same time
             return np.isin(self.forms[controls], np.concatenate([self._forms_of(i) for i in edited]))
         return self.is_own_form(edited, controls)
 
     def is_own_form(self, edited: Indices, controls: Indices) -> NDArray[np.bool_]:
-        """Whether each control input is equal to its edit's input or to one of its paraphrases: (edits, controls)"""
+        """Returns a mask of control inputs that are their edit's input or a paraphrase of it: (edits, controls)."""
         pairs = edited[:, None] * self.form_count + self.forms[controls]
         found = np.searchsorted(self.own_forms, pairs)
         return self.own_forms[np.minimum(found, len(self.own_forms) - 1)] == pairs
@@ -165,12 +166,12 @@ class Sampler:
         return np.array(kept)
 
     def _forms_of(self, revision: int) -> Indices:
-        """The numbers of a revision's own forms."""
+        """Returns the numbers of a revision's own forms."""
         bounds = np.searchsorted(self.own_forms, [revision * self.form_count, (revision + 1) * self.form_count])
         return self.own_forms[slice(*bounds)] - revision * self.form_count
 
     def _edited_at(self, step: int) -> Indices:
-        """The revisions edited by a step. Each epoch edits every revision once, in its own random order."""
+        """Returns the revisions edited by a step. Each epoch edits every revision once, in its own random order."""
         positions = step * self.config.edits + np.arange(self.config.edits)
         epochs, within = np.divmod(positions, len(self.editable))
         edited = np.empty_like(positions)
@@ -184,7 +185,7 @@ class Sampler:
 
 
 def training_paraphrases(revision: Revision, config: TrainConfig) -> tuple[str, ...]:
-    """The paraphrases that the config allows an editor to learn from."""
+    """Returns the paraphrases that the config allows an editor to learn from."""
     return {
         "generated": revision.rephrases,
         "human": revision.human_rephrases,

@@ -1,4 +1,4 @@
-"""Settings from presets, TOML files and `key=value` texts, converted to the types of a dataclass."""
+"""Reads settings from presets, TOML files and `key=value` texts, converted to the types of a dataclass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_toml(path: Path, presets: Sequence[str]) -> dict[str, Any]:
         advice = f"give a TOML file or one of {', '.join(presets)}"
         raise InputError(f"cannot read the config {path} ({error.strerror}); {advice}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not a TOML file: {error}") from None
+        raise InputError(f"{path} is not a TOML file: {error}; correct it") from None
 
 
 LARGEST = 1e15  # no setting needs a larger number; some would overflow or never end

@@ -79,7 +79,7 @@ class Learner:
         return torch.cat([figures, norm[None]])
 
     def _summed(self, batches: Sequence[StepBatch]) -> Tensors:
-        """The sums of `_gradients` over all batches; zeros in a process that has no edits of its own."""
+        """Returns the sums of `_gradients` over all batches; zeros in a process that has no edits of its own."""
         if len(batches) == 1:
             return self.graphed(batches[0])
         figures = torch.zeros(1 + len(self.config.constraints), device=self.accelerator.device)
@@ -89,7 +89,7 @@ class Learner:
         return sums
 
     def _gradients(self, batch: StepBatch) -> Tensors:
-        """The loss and the constraints, (1 + constraints,), then the gradient of each parameter of the editor."""
+        """Computes the loss and the constraints, (1 + constraints,), and the gradient of each editor parameter."""
         if self.merged is not None:
             return self.merged(batch, lambda found: found.loss + self.lagrangian.penalty(found.constraints))
         measured = self.objective(self.editor, batch)

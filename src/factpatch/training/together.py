@@ -35,7 +35,7 @@ FEWEST = 8  # number of edits merged at the beginning of a run
 
 
 def merged_at(share: float, together: int) -> int:
-    """How many edits are merged when a share of the run is done: doubling up to `together` over the first half."""
+    """Returns how many edits are merged at this share of the run: doubling up to `together` over the first half."""
     sizes = [together]
     while sizes[0] > FEWEST:
         sizes.insert(0, max(FEWEST, sizes[0] // 2))
@@ -52,7 +52,7 @@ class _Solved:
 
 
 class MergedGradients:
-    """The gradients of a step whose edits are merged into one patch."""
+    """Computes the gradients of a step whose edits are merged into one patch."""
 
     def __init__(self, editor: TrainableEditor, objective: Objective, covariance: Covariance):
         editor.learn_ridge()
@@ -66,7 +66,7 @@ class MergedGradients:
             self.by_shape.setdefault(editor.shapes[name], []).append(name)
 
     def __call__(self, batch: StepBatch, whole: Callable[[Measured], Tensor]) -> Tensors:
-        """The loss and the constraints, (1 + constraints,), then the gradient of each parameter of the editor.
+        """Computes the loss and the constraints, (1 + constraints,), and the gradient of each editor parameter.
 
         `whole` combines the objective's values into one number: the loss plus the multipliers' penalty.
         """
@@ -116,7 +116,7 @@ class MergedGradients:
         return solved
 
     def _through_editor(self, batch: EditBatch, back: dict[str, Tensor]) -> list[Tensor]:
-        """Σ over chunks of (∂V/∂φ)ᵀ ∂L/∂V, with ∂L/∂V = K M⁻¹ Γᵀ."""
+        """Computes Σ over chunks of (∂V/∂φ)ᵀ ∂L/∂V, with ∂L/∂V = K M⁻¹ Γᵀ."""
         parameters = list(self.editor.parameters())
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
         for part in self._chunks(batch):
@@ -145,7 +145,7 @@ class MergedGradients:
         return max(1, budget // edit_bytes)
 
     def _keys_and_values(self, batch: EditBatch) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """For each weight, the layer's inputs at the edits' tokens, and what each edit's change adds to its outputs."""
+        """Yields each weight's name, its inputs at the edits' tokens, and what the changes add to its outputs."""
         rows = with_distinct_widths(batch.rows)
         traces = self.editor.trace(self.model, EditBatch(rows, batch.condition))
         real = {mask.shape[1]: mask.flatten().nonzero()[:, 0] for mask in real_tokens(self.model, rows)}
@@ -157,5 +157,5 @@ class MergedGradients:
 
 
 def _added(delta: Delta, X: Tensor) -> Tensor:
-    """What each edit's change adds to the layer's output: (edits, tokens, out)."""
+    """Returns what each edit's change adds to the layer's output: (edits, tokens, out)."""
     return delta.add_rows(X.new_zeros(*X.shape[:2], delta.shape[0]), X)

@@ -1,4 +1,4 @@
-"""Training an editor: a constrained objective over many edits per step, in a run that can be stopped and resumed."""
+"""Trains an editor: a constrained objective over many edits per step, in a run that can be stopped and resumed."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Train(Run):
         return int(done * self.config.validations)
 
     def _update(self, share: float) -> None:
-        """One step. Each process takes its share of the edits and, if these do not fit, runs them in parts."""
+        """Makes one step. Each process takes its share of the edits and, if these do not fit, runs them in parts."""
         config = self.config
         linear = config.multiplier_schedule == "linear"
         self.learner.set_rates(
@@ -235,7 +235,10 @@ class Train(Run):
             self.warned = True
 
     def _check(self) -> list[float]:
-        """Means since the last validation of the loss, each constraint and the gradient norm, if they are finite."""
+        """Returns the means of the loss, each constraint and the gradient norm since the last validation.
+
+        Raises a TrainingError if they are not finite.
+        """
         if values := self.means.read():
             self._check_finite(values)
             self.values = values
@@ -334,5 +337,5 @@ class Train(Run):
 
 
 def _score(found: dict[str, Any]) -> float:
-    """The score by which the best editor is chosen: the mean of success and retain."""
+    """Returns the score by which the best editor is chosen: the mean of success and retain."""
     return (found["success"] + (found["retain"] or 0.0)) / 2

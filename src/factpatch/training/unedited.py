@@ -1,4 +1,4 @@
-"""The unedited model's outputs for the control inputs, computed once before the first step."""
+"""Computes the unedited model's outputs for the control inputs, once before the first step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OnShare = Callable[[float], object]
 def unedited_outputs(
     model: TaskModel, batcher: Batcher, pool: Indices, on_share: OnShare = lambda share: None
 ) -> Tensor | None:
-    """The table of outputs for all control inputs: (positions, width). None if it is not needed or does not fit."""
+    """Computes the outputs for all control inputs: (positions, width). None if they are not needed or do not fit."""
     if "kl" not in batcher.config.constraints or not _fits(model, batcher):
         return None
     table: Tensor | None = None
@@ -53,10 +53,10 @@ def uncertainties(
     unedited: Tensor | None,
     on_share: OnShare = lambda share: None,
 ) -> NDArray[np.float64]:
-    """How unsure the model is of each prediction: 1 − p of the least certain token, for each revision of the pool.
+    """Computes how uncertain each prediction is: 1 − p of the least certain token, for each revision of the pool.
 
-    Edits are most likely to change predictions that are unsure. By the probability of a whole answer, all long answers
-    would count as unsure. `unedited` is the table of outputs, if there is one.
+    Edits are most likely to change uncertain predictions. By the probability of a whole answer, all long answers would
+    count as uncertain. `unedited` is the table of outputs, if there is one.
     """
     found = np.empty(len(pool))
     known = unedited if batcher.config.kl_over == "top1" else None  # with "beam" the table has no features
@@ -70,7 +70,7 @@ def uncertainties(
 
 
 def outputs_of(model: TaskModel, rows: Rows, labels: Tensor, kl_over: str) -> Tensor:
-    """The unedited model's outputs that KL needs at each target position.
+    """Computes the unedited model's outputs that KL needs at each target position.
 
     For KL of single predictions these are the features that the head reads, (positions, width). For KL over the beam
     they are (tokens · p, p log p) of the position's candidate, (positions, 2).
@@ -89,7 +89,7 @@ def outputs_of(model: TaskModel, rows: Rows, labels: Tensor, kl_over: str) -> Te
 def _pool_batches(
     model: TaskModel, batcher: Batcher, pool: Indices, on_share: OnShare
 ) -> Iterator[tuple[Indices, Rows, ControlTargets]]:
-    """Batches of control inputs of similar length: indices in the pool, rows and targets."""
+    """Yields batches of control inputs of similar length: indices in the pool, rows and targets."""
     order = np.argsort(batcher.texts.lengths[batcher.inputs[pool]], kind="stable")
     size = max(1, ROWS_PER_BATCH[model.device.type] // batcher.config.candidates)
     for start in range(0, len(order), size):
@@ -99,13 +99,13 @@ def _pool_batches(
 
 
 def _token_losses(model: TaskModel, features: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy at each position, in parts: scores over a whole vocabulary need much memory."""
+    """Computes the cross-entropy at each position, in parts: scores over a whole vocabulary need much memory."""
     parts = zip(features.split(POSITIONS_PER_BATCH), labels.split(POSITIONS_PER_BATCH), strict=True)
     return torch.cat([F.cross_entropy(model.scores(part), wanted, reduction="none") for part, wanted in parts])
 
 
 def _fits(model: TaskModel, batcher: Batcher) -> bool:
-    """Whether the table leaves a GPU enough memory for training."""
+    """Returns True if the table leaves a GPU enough memory for training."""
     if model.device.type != "cuda" or batcher.config.kl_over == "beam":
         return True
     rows, _ = batcher.control_batch(np.array([0]))

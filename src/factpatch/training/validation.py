@@ -40,7 +40,9 @@ def split_revisions(
     """
     size = min(config.holdout, len(revisions) // 10)
     if size < 2:
-        raise InputError(f"too few revisions to hold out a tenth: found {len(revisions)}, need 20; or give --valid")
+        raise InputError(
+            f"expected at least 20 revisions to hold out a tenth, found {len(revisions)}; add revisions or give --valid"
+        )
     unseen = [r for r in hash_shuffled(revisions, config.seed) if r.id in (model.held_out or ())][:size]
     if len(unseen) >= 2:
         ids = {revision.id for revision in unseen}
@@ -64,7 +66,7 @@ class Validator:
         self.covariance: Covariance | None = None  # if edits are merged
 
     def sample(self, number: int) -> Sample:
-        """The edits and control inputs of one validation; each validation draws its own."""
+        """Draws the edits and control inputs of one validation; each validation draws its own."""
         config = self.config
         rng = random.Random(f"{config.seed}/{number}")
         edits = rng.sample(self.edits, min(self._group_size() or config.validation_edits, len(self.edits)))
@@ -72,17 +74,20 @@ class Validator:
         return few, rng.sample(self.revisions, min(config.validation_inputs, len(self.revisions)))
 
     def final_sample(self, share: float = 1.0) -> Sample:
-        """The edits and control inputs of the measurement at the end, or a share of the edits."""
+        """Returns the edits and control inputs of the measurement at the end, or a share of the edits."""
         edits = self.edits[: self._group_size() or self.config.final_edits]
         kept = min(len(edits), max(SMALLEST_FINAL, int(share * len(edits))))
         return edits[:kept], self.revisions[: self.config.final_inputs]
 
     def _group_size(self) -> int | None:
-        """How many edits a validation merges: at most half of the held-out set, because the rest are control inputs."""
+        """Returns how many edits a validation merges.
+
+        These are at most half of the held-out set, because the rest are control inputs.
+        """
         return min(self.config.together, len(self.edits) // 2) if self.config.together > 1 else None
 
     def relative_cost(self) -> float:
-        """Roughly the duration of the final measurement divided by that of a validation."""
+        """Estimates how many times longer the final measurement takes than a validation."""
         return _texts(*self.final_sample()) / _texts(*self.sample(0))
 
     def _with_few_paraphrases(self, revision: Revision, rng: random.Random) -> Revision:
@@ -96,7 +101,10 @@ class Validator:
     def measure(
         self, method: EditMethod, sample: Sample, on_share: Callable[[float], object] = lambda share: None
     ) -> dict[str, Any]:
-        """The metrics of a method. Each process measures a share of the edits; all return the metrics of all edits."""
+        """Computes the metrics of a method.
+
+        Each process measures a share of the edits; all return the metrics of all edits.
+        """
         edits, controls = sample
         if self.covariance is not None:
             return self._measure_merged(method, sample, self.covariance)
@@ -114,7 +122,7 @@ class Validator:
         return summary(gather_object(outcomes) if world > 1 else outcomes)
 
     def _measure_merged(self, method: EditMethod, sample: Sample, covariance: Covariance) -> dict[str, Any]:
-        """The metrics of all edits, merged into one patch."""
+        """Computes the metrics of all edits, merged into one patch."""
         edits, controls = sample
         with tensor_core_products():
             patches = method.propose(self.model, [edit_of(revision) for revision in edits])
@@ -124,5 +132,5 @@ class Validator:
 
 
 def _texts(edits: Sequence[Revision], controls: Sequence[Revision]) -> int:
-    """How many texts are run to measure edits."""
+    """Returns how many texts are run to measure edits."""
     return sum(1 + len(r.rephrases) + len(r.human_rephrases) + len(controls) for r in edits)
