@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from factpatch.errors import FileError, InputError
-from factpatch.files import PROBE, as_file_errors, atomic_folder, check_writable, read_text, refuse_device
+from factpatch.files import PROBE, as_file_errors, atomic_file, atomic_folder, check_writable, read_text, refuse_device
 
 FORMAT = 2  # of checkpoints
 
@@ -88,6 +88,13 @@ class RunFolder:
         half_written = (path for name in written for path in self.path.glob(f".{name}.*"))
         for left in (*half_written, *self.path.glob(".checkpoint"), *self.checkpoint.glob(".step-*")):
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+    def write_records(self, about: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> None:
+        """Writes config.json and metrics.jsonl."""
+        with atomic_file(self.path / "config.json") as scratch:
+            scratch.write_text(json.dumps(about, indent=2) + "\n")
+        with atomic_file(self.path / "metrics.jsonl") as scratch:
+            scratch.write_text("".join(json.dumps(record) + "\n" for record in metrics))
 
     def remove_checkpoint(self) -> None:
         """Renames the checkpoint, then removes it, so that a killed process leaves a complete one or none."""

@@ -1,24 +1,45 @@
-"""Prepares a training run: loads an editor to start from, and computes the covariance of inputs."""
+"""Prepares a training run: loads an editor to start from, reads the revisions, and builds what the steps use."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 
 from factpatch.covariance import Covariance
-from factpatch.data.revisions import Revision
+from factpatch.data.holdout import hash_shuffled
+from factpatch.data.revisions import Revision, load_revisions, teachable
+from factpatch.data.targets import find_targets
 from factpatch.editors import TrainableEditor, load_editor
 from factpatch.editors.trainable import matching_shapes
 from factpatch.errors import MismatchError
 from factpatch.models import TaskModel
+from factpatch.training.batcher import Batcher
 from factpatch.training.config import TrainConfig, editor_config_class
-from factpatch.training.sampler import Indices
+from factpatch.training.controls import prepare_controls
+from factpatch.training.objective import Objective
+from factpatch.training.sampler import Indices, Sampler
+from factpatch.training.step import Learner
+from factpatch.training.together import MergedGradients
+from factpatch.training.unedited import unedited_outputs
+from factpatch.training.validation import split_revisions
 
 COVARIANCE_INPUTS = 2000  # maximum number of control inputs from which a covariance is computed
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the steps of a run use."""
+
+    sampler: Sampler
+    batcher: Batcher
+    learner: Learner
+    epoch_rows: int  # number of revisions to train on
+    covariance: Covariance | None  # of control inputs, if edits are merged
 
 
 def trained_editor(folder: str | Path, model: TaskModel, config: TrainConfig) -> tuple[TrainableEditor, TrainConfig]:
@@ -42,3 +63,52 @@ def covariance_of(model: TaskModel, revisions: Sequence[Revision], pool: Indices
     """Computes the covariance of a sample of the control inputs."""
     known = {revisions[i].input: revisions[i].prediction for i in pool[:COVARIANCE_INPUTS]}
     return Covariance.compute(model, known, known)
+
+
+def read_split(
+    train: str | Path,
+    valid: str | Path | None,
+    model: TaskModel,
+    config: TrainConfig,
+    on_bad: Callable[[str], object] | None,
+    warn: Callable[[str], object],
+) -> tuple[list[Revision], list[Revision]]:
+    """Reads the held-out revisions and those to train on."""
+    revisions = load_revisions(train, model, on_bad, warn)
+    if not valid:
+        return split_revisions(revisions, model, config, warn)
+    return load_revisions(valid, model, on_bad, warn), revisions
+
+
+def prepare(
+    model: TaskModel,
+    editor: TrainableEditor,
+    config: TrainConfig,
+    revisions: Sequence[Revision],
+    accelerator: Accelerator,
+    calibrate: bool,
+    on_stage: Callable[[str, float], object],
+) -> Prepared:
+    """Fits the editor to the training data and builds what the steps use.
+
+    `calibrate` must be set for new editors. `on_stage` is called with the progress.
+    """
+    revisions = teachable(model, revisions)
+    targets = find_targets(model, revisions, config.targets, config.seed)
+    sampler = Sampler(revisions, config, targets)
+    if calibrate:
+        editor.calibrated(model, hash_shuffled(revisions, config.seed))
+    if config.ridge is not None:
+        editor.solve_against(covariance_of(model, revisions, sampler.pool), config.ridge, config.shrinkage)
+    batcher = Batcher(model, editor, revisions, config, targets)
+
+    def on_share(share: float) -> None:
+        on_stage("running the unedited model on control inputs", share)
+
+    unedited = unedited_outputs(model, batcher, sampler.pool, on_share)
+    prepare_controls(sampler, model, batcher, revisions, unedited, on_share)
+    objective = Objective(model, config, unedited)
+    covariance = covariance_of(model, revisions, sampler.pool) if config.together > 1 else None
+    merged = None if covariance is None else MergedGradients(editor, objective, covariance)
+    learner = Learner(editor, config, objective, accelerator, merged)
+    return Prepared(sampler, batcher, learner, len(revisions), covariance)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,29 +12,22 @@ from typing import Any
 import torch
 from accelerate.tracking import get_available_trackers
 
-from factpatch.data.holdout import hash_shuffled
 from factpatch.data.records import source_hash
-from factpatch.data.revisions import Revision, load_revisions, teachable
-from factpatch.data.targets import check_kinds, find_targets
+from factpatch.data.revisions import Revision
+from factpatch.data.targets import check_kinds
 from factpatch.device import environment, find_dtype
 from factpatch.editors import Looped, find_method
 from factpatch.errors import InputError, TrainingError
-from factpatch.files import atomic_file
 from factpatch.models import TaskModel
 from factpatch.patch import hash_tensors
 from factpatch.processes import accelerator_on
 from factpatch.training.averaging import MovingAverage
-from factpatch.training.batcher import Batcher
 from factpatch.training.config import TrainConfig, config_to_json
-from factpatch.training.controls import prepare_controls
-from factpatch.training.objective import Objective
-from factpatch.training.preparing import covariance_of, in_float32, trained_editor
+from factpatch.training.preparing import in_float32, prepare, read_split, trained_editor
 from factpatch.training.run import Run, copy_of, within_error_of_best
-from factpatch.training.sampler import Sampler
-from factpatch.training.step import Learner, Means
-from factpatch.training.together import MergedGradients, merged_at
-from factpatch.training.unedited import unedited_outputs
-from factpatch.training.validation import Validator, split_revisions
+from factpatch.training.step import Means
+from factpatch.training.together import merged_at
+from factpatch.training.validation import Validator, score_of
 
 FINAL_SHARE = 0.1  # maximum share of the time for the measurement at the end, in runs limited by minutes
 ENOUGH_STEPS, ENOUGH_SUCCESS = 200, 0.5  # an editor below either of them does not count as trained
@@ -111,7 +103,8 @@ class Train(Run):
         self.about["init"] = self.init
         self.identity = {**self.about["config"], **{k: v for k, v in self.about.items() if k != "config"}}
         bad: list[str] = []
-        held_out, revisions = self._read(train, valid, bad.append if skip_bad else None)
+        on_bad = bad.append if skip_bad else None
+        held_out, revisions = read_split(train, valid, self.model, self.config, on_bad, warn)
         dtype = find_dtype(self.config.precision, self.model.device.type)
         # Validations use the precision in which editors are evaluated.
         precise = in_float32(self.model) if self.model.near_ties and dtype != torch.float32 else self.model
@@ -128,15 +121,6 @@ class Train(Run):
 
     # Set-up
 
-    def _read(
-        self, train: str | Path, valid: str | Path | None, on_bad: Callable[[str], object] | None
-    ) -> tuple[list[Revision], list[Revision]]:
-        """The held-out revisions and those to train on."""
-        revisions = load_revisions(train, self.model, on_bad, self.warn)
-        if not valid:
-            return split_revisions(revisions, self.model, self.config, self.warn)
-        return load_revisions(valid, self.model, on_bad, self.warn), revisions
-
     def _prepare(
         self, precise: TaskModel, held_out: list[Revision], revisions: list[Revision], source: str | Path
     ) -> None:
@@ -147,29 +131,11 @@ class Train(Run):
             raise InputError(
                 f"{source}: expected held-out revisions with alternatives, found none; make them with revise"
             )
-        revisions = teachable(model, revisions)
-        targets = find_targets(model, revisions, config.targets, config.seed)
-        self.sampler = Sampler(revisions, config, targets)
-        self.epoch_rows = len(revisions)
-        if self.init is None:
-            self.editor.calibrated(model, hash_shuffled(revisions, config.seed))
-        if config.ridge is not None:
-            covariance = covariance_of(model, revisions, self.sampler.pool)
-            self.editor.solve_against(covariance, config.ridge, config.shrinkage)
+        new = self.init is None
+        prepared = prepare(model, self.editor, config, revisions, self.accelerator, new, self.on_stage)
+        self.sampler, self.batcher, self.learner = prepared.sampler, prepared.batcher, prepared.learner
+        self.epoch_rows, self.validator.covariance = prepared.epoch_rows, prepared.covariance
         self.best = copy_of(self.editor)
-        self.batcher = Batcher(model, self.editor, revisions, config, targets)
-
-        def on_share(share: float) -> None:
-            self.on_stage("running the unedited model on control inputs", share)
-
-        unedited = unedited_outputs(model, self.batcher, self.sampler.pool, on_share)
-        prepare_controls(self.sampler, model, self.batcher, revisions, unedited, on_share)
-        objective = Objective(model, config, unedited)
-        merged = None
-        if config.together > 1:
-            self.validator.covariance = covariance = covariance_of(model, revisions, self.sampler.pool)
-            merged = MergedGradients(self.editor, objective, covariance)
-        self.learner = Learner(self.editor, config, objective, self.accelerator, merged)
         self.means = Means(2 + len(config.constraints)).to(model.device)
         self.modules = {"editor": self.editor, "lagrangian": self.learner.lagrangian, "means": self.means}
         self.average = MovingAverage(self.editor, config.ema) if config.ema else None
@@ -266,8 +232,8 @@ class Train(Run):
         with self._averaged():
             found = self._measure(sample, "validating")
             # Two standard errors, because each validation draws its own sample.
-            earlier = [_score(record) for record in self.metrics]
-            if within_error_of_best(_score(found), earlier, len(sample[0]), errors=2):
+            earlier = [score_of(record) for record in self.metrics]
+            if within_error_of_best(score_of(found), earlier, len(sample[0]), errors=2):
                 self.best_step, self.best = self.step, copy_of(self.editor)
         seconds = self.clock.training_seconds()
         record = {
@@ -330,12 +296,4 @@ class Train(Run):
         if not self.accelerator.is_main_process:
             return
         about = {**self.about, **environment(self.model.device), "result": result}
-        with atomic_file(self.folder.path / "config.json") as scratch:
-            scratch.write_text(json.dumps(about, indent=2) + "\n")
-        with atomic_file(self.folder.path / "metrics.jsonl") as scratch:
-            scratch.write_text("".join(json.dumps(record) + "\n" for record in self.metrics))
-
-
-def _score(found: dict[str, Any]) -> float:
-    """Returns the score by which the best editor is chosen: the mean of success and retain."""
-    return (found["success"] + (found["retain"] or 0.0)) / 2
+        self.folder.write_records(about, self.metrics)

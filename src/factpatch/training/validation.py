@@ -131,6 +131,11 @@ class Validator:
         return summary([examined.outcome for examined in group])
 
 
+def score_of(found: dict[str, Any]) -> float:
+    """Returns the score by which the best editor is chosen: the mean of success and retain."""
+    return (found["success"] + (found["retain"] or 0.0)) / 2
+
+
 def _texts(edits: Sequence[Revision], controls: Sequence[Revision]) -> int:
     """Returns how many texts are run to measure edits."""
     return sum(1 + len(r.rephrases) + len(r.human_rephrases) + len(controls) for r in edits)
