@@ -39,7 +39,7 @@ class Record:
     accepted: dict[int, tuple[str, str]] = field(default_factory=dict)  # facts by id, as the service confirmed them
     tried: set[tuple[str, str]] = field(default_factory=set)  # question and target of everything ever sent to accept
     asked: int = 0
-    right: int = 0
+    changed: list[str] = field(default_factory=list)  # answers about facts that nobody changed
     cpu_seconds: float = 0.0  # of the service
     machine_load: list[float] = field(default_factory=list)  # running processes of the whole machine, once per second
 
@@ -91,7 +91,9 @@ async def asker(url: str, record: Record, facts: list[world.Fact], seed: int, en
             found = await client.send("ask", question=rng.choice(fact.questions))
             if found is not None:
                 record.asked += 1
-                record.right += same(found["answers"][0]["text"], fact.answer)
+                if not same(answer := found["answers"][0]["text"], fact.answer):
+                    source = found["fact"]["x"] if found["fact"] else "the unedited model"
+                    record.changed.append(f"{found['question']} {answer} (from {source})")
 
 
 async def proposer(url: str, record: Record, facts: list[world.Fact], seed: int, end: float) -> None:
@@ -211,7 +213,8 @@ def main() -> None:
         "cpu_ms_per_request": 1000 * record.cpu_seconds / max(1, sum(map(len, record.seconds.values()))),
         "machine_load": {"start": record.machine_load[0], "end": record.machine_load[-1], "cores": os.cpu_count()},
         "first_errors": record.errors[:3],
-        "unchanged_answers": record.right / max(1, record.asked),
+        "unchanged_answers": 1 - len(record.changed) / max(1, record.asked),
+        "first_changed": record.changed[:3],
         "memory_mb": {"at_10_s": record.memory[min(10, len(record.memory) - 1)], "end": record.memory[-1]},
         "facts": len(found),
         "facts_that_hold": len(check["holding"]),
