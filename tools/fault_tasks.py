@@ -83,9 +83,9 @@ def split(given: Path, out: Path) -> list[object]:
 
 def prepare(given: Path, patches: bool = True) -> None:
     """Writes the inputs of all tasks: tiny random models, data and, if wanted, patches of the embedded world."""
-    import tiny
-    from results import write_evaluation
-    from samples import claims, fact_checker, write_lines, write_revisions
+    import tiny  # pyright: ignore[reportMissingImports] (in tests, as the next two)
+    from results import write_evaluation  # pyright: ignore[reportMissingImports]
+    from samples import claims, fact_checker, write_lines, write_revisions  # pyright: ignore[reportMissingImports]
     from transformers.utils import logging
 
     from factpatch import load_editor, load_model, merge, world
