@@ -115,12 +115,12 @@ def write_changed(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], number: int, new: Any
 ) -> None:
     """Writes a safetensors file with one tensor or one value of the metadata replaced, or removed if `new` is None."""
-    parts = dict(tensors if isinstance(new, torch.Tensor) or (new is None and number % 2) else metadata)
+    arrays, texts = dict(tensors), dict(metadata)
+    parts: dict[str, Any] = arrays if isinstance(new, torch.Tensor) or (new is None and number % 2) else texts
     key = sorted(parts)[number % len(parts)]
     if new is None:
         del parts[key]
     else:
         parts[key] = new
-    tensors, metadata = (parts, metadata) if key in tensors else (tensors, parts)
     with suppress(UnicodeEncodeError):  # metadata that no file can have
-        save_file(dict(tensors), path, dict(metadata))
+        save_file(arrays, path, texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,4 +96,35 @@ def test_damaged_details(tmp_path: Path) -> None:
         read_runs([folder])
     save_file({"magnitudes": np.ones(3, np.float32)}, folder / "details.safetensors", {"weights": '["a"]'})
     with pytest.raises(FileError, match=r"details\.safetensors"):
+        read_runs([folder])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("bound", []), ("loop", "x"), ("together", [1, "x"]), ("options", 1), ("model", 3), ("seed", None)],
+)
+def test_conditions_of_another_type(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f'in "{key}"'):
+        read_runs([results.write_evaluation(tmp_path / "run", **{key: value})])
+
+
+@pytest.mark.parametrize("curve", [1, "x", {"a": 1}])
+def test_a_curve_that_is_no_list(tmp_path: Path, curve: Any) -> None:
+    with pytest.raises(InputError, match='expected a list in "curve"'):
+        read_runs([results.write_evaluation(tmp_path / "run", result={"curve": curve})])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata"),
+    [
+        ({"scores_before": np.ones((2, 2), np.float32)}, {}),
+        ({"magnitudes": np.ones((), np.float32)}, {}),
+        ({"magnitudes": np.ones(1, np.float32)}, {"weights": "[" * 3000}),
+        ({"magnitudes": np.ones(1, np.float32)}, {"weights": "1"}),
+    ],
+)
+def test_details_of_another_form(tmp_path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    folder = results.write_evaluation(tmp_path / "run")
+    save_file(tensors, folder / "details.safetensors", metadata)
+    with pytest.raises(FileError, match="cannot be read"):
         read_runs([folder])

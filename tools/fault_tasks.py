@@ -81,11 +81,11 @@ def split(given: Path, out: Path) -> list[object]:
     return ["split", given / "claims.jsonl", "--train", out / "train.jsonl", "--dev", out / "dev.jsonl"]
 
 
-def prepare(given: Path) -> None:
-    """Writes the inputs of all tasks: tiny random models, data, and patches of the embedded world."""
-    import tiny
-    from results import write_evaluation
-    from samples import claims, fact_checker, write_lines, write_revisions
+def prepare(given: Path, patches: bool = True) -> None:
+    """Writes the inputs of all tasks: tiny random models, data and, if wanted, patches of the embedded world."""
+    import tiny  # pyright: ignore[reportMissingImports] (in tests, as the next two)
+    from results import write_evaluation  # pyright: ignore[reportMissingImports]
+    from samples import claims, fact_checker, write_lines, write_revisions  # pyright: ignore[reportMissingImports]
     from transformers.utils import logging
 
     from factpatch import load_editor, load_model, merge, world
@@ -101,16 +101,18 @@ def prepare(given: Path) -> None:
     write_lines(given / "claims.jsonl", claims(120))
     questions = [question_of(fact) for fact in world.facts()[:300]]
     write_lines(given / "questions.jsonl", [{"input": question} for question in questions])
+    write_evaluation(given / "results")
+    if not patches:
+        return
     model = load_model("world", "cpu")
     edits = [edit_of(revision) for revision in outdated(model)[:40]]
     facts = [{"input": edit.x, "target": edit.a} for edit in edits]
     write_lines(given / "facts.jsonl", facts[:20])
     write_lines(given / "more.jsonl", facts[20:])
-    patches = load_editor("world", "cpu").propose(model, edits[:8])
-    for number, patch in enumerate(patches):
+    made = load_editor("world", "cpu").propose(model, edits[:8])
+    for number, patch in enumerate(made):
         patch.save(given / "patches" / f"{number}.safetensors")
-    merge(model, patches, others=questions[:100]).save(given / "merged.safetensors")
-    write_evaluation(given / "results")
+    merge(model, made, others=questions[:100]).save(given / "merged.safetensors")
 
 
 def written(folder: Path) -> dict[str, Any]:

@@ -257,7 +257,8 @@ def main() -> None:
         harness = Harness(Path(folder), options.seed)
         harness.given.mkdir()
         harness.log.write_text("")
-        if (ended := harness.ended(harness.fork(lambda: prepare(harness.given)))).code:
+        patches = not options.tasks or bool({"merge", "apply", "adapter", "ledger"} & set(options.tasks))
+        if (ended := harness.ended(harness.fork(lambda: prepare(harness.given, patches=patches)))).code:
             raise SystemExit(ended.text)
         import_everything()
         for task in named(options.tasks, tasks(harness.given)):

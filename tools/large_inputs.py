@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from samples import fact_checker, texts
+from samples import fact_checker, texts  # pyright: ignore[reportMissingImports] (in tests)
 from transformers.utils import logging
 
 from factpatch import load_model, world
@@ -53,7 +53,7 @@ def main() -> None:
             measure([*commands[options.command], *more, "--device", "cpu", "--json"], lines)
 
 
-def edit_lines(_: Path, lines: int) -> Iterator[str]:
+def edit_lines(model: Path, lines: int) -> Iterator[str]:
     """Facts of the embedded world with other answers of the same relation."""
     rng = random.Random(0)
     answers: dict[str, list[str]] = {}
@@ -64,7 +64,7 @@ def edit_lines(_: Path, lines: int) -> Iterator[str]:
         yield json.dumps({"input": rng.choice(fact.questions), "target": rng.choice(answers[fact.relation])}) + "\n"
 
 
-def revise_lines(_: Path, lines: int) -> Iterator[str]:
+def revise_lines(model: Path, lines: int) -> Iterator[str]:
     for number, text in zip(range(lines), itertools.cycle(texts(1000)), strict=False):
         yield json.dumps({"id": str(number), "input": text, "output": "SUPPORTS"}) + "\n"
 

@@ -85,13 +85,15 @@ class Result:
     def from_dict(cls, found: Any) -> Self:
         if not isinstance(found, dict):
             raise InputError(f'expected an object in "result", found {shown(found)}')
+        if not isinstance(curve := found.get("curve") or [], list):
+            raise InputError(f'expected a list in "curve", found {shown(curve)}')
         return cls(
             metrics={key: _number(found, key) for key in METRICS},
             intervals=_intervals(found.get("intervals")),
             edits=int(_number(found, "edits") or 0),
             retain_inputs=int(_number(found, "retain_inputs") or 0),
             seconds=_number(found, "seconds"),
-            curve=tuple(map(JointResult.from_dict, found.get("curve") or ())),
+            curve=tuple(map(JointResult.from_dict, curve)),
         )
 
 

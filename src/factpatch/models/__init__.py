@@ -140,7 +140,7 @@ def _read_model(
 def _check_tokens(model: TaskModel) -> None:
     """Raises a ModelError if the tokenizer's vocabulary has tokens without an embedding; added tokens may have none."""
     known = model.tokenizer.get_vocab()
-    added = model.tokenizer.get_added_vocab()
+    added: dict[str, int] = model.tokenizer.get_added_vocab()  # pyright: ignore[reportOptionalCall]
     highest, rows = max(number for token, number in known.items() if token not in added), len(model.word_embeddings)
     if highest >= rows:
         raise ModelError(
