@@ -17,9 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 from world_data import choose_targets, write_data
-from world_model import new_model
+from world_model import new_model, new_tokenizer
 from world_typing import Typist
 
 from factpatch import world
@@ -42,7 +41,7 @@ from factpatch.world import EDITOR, FOLDER, MODEL, REVISIONS, SCOPE, changes, fa
 
 SEED = 0
 STAGES = ("fit", "train", "ship", "scope", "merge", "revisions")
-FIT_STEPS, TRAIN_STEPS = 6000, 5000
+FIT_STEPS, TRAIN_STEPS = 5000, 4000
 CONTROLS = 327  # unchanged facts in the revision file
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
@@ -55,13 +54,13 @@ TRAIN = {
     "edits": 32,
     "rows": 8,
     "paraphrases": '"human"',
-    "paraphrase_rows": 1,
+    "paraphrase_rows": 2,
     "lr": 2e-3,
     "label_smoothing": 0.0,
     "margin": 5e-2,
     "margin_floor": 3e-2,
     "multiplier_lr": 0.1,
-    "validations": 30,
+    "validations": 15,
     "validation_edits": 64,
     "validation_inputs": 32,
     "checkpoint_seconds": 100000,
@@ -113,8 +112,9 @@ def fit_model(work: Path, steps: int, device: str) -> None:
     """Trains the model, and writes its revisions."""
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    new_model(work / "start", SEED)
-    write_data(work, AutoTokenizer.from_pretrained(work / "start"), SEED)
+    tokenizer = new_tokenizer(SEED)
+    new_model(work / "start", tokenizer, SEED)
+    write_data(work, tokenizer, SEED)
     given = ["--model", work / "start", "--train", work / "train.jsonl", "--valid", work / "valid.jsonl"]
     run("fit", *given, "--task", "answer", *FIT, "--steps", steps, "--output", work / "fitted", device=device)
     in_half(work / "fitted", work / "model", "model.safetensors")

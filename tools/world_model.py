@@ -64,9 +64,8 @@ def new_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **special)
 
 
-def new_model(folder: Path, seed: int) -> None:
+def new_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
     """Saves a small BART with random weights, and its tokenizer."""
-    tokenizer = new_tokenizer(seed)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = BartConfig(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from factpatch.world import Fact, changes, facts
 
-LENGTHS = {1: 30, 2: 40, 3: 12, 4: 8, 5: 6, 6: 4}  # number of words in made-up names, with weights
+LENGTHS = {1: 32, 2: 44, 3: 12, 4: 6, 5: 4, 6: 2}  # number of words in made-up names, with weights
 SOURCES = {"world": 18, "list": 27, "joined": 10, "letters": 45}  # of the words of made-up names, with weights
 LINKS = "of the de la van der von al el and in du da".split()
 ACCENTS = dict(zip("aeiouncsgAEO", "áéíóúñçšğÁÉÖ", strict=True))
