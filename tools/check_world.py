@@ -40,6 +40,7 @@ MINIMUM = {
 }
 CONTROLS = 100  # control facts for edits with repeated updates, and for edits of typed questions or to new names
 TYPED_PARAPHRASES = 2  # per edit
+GENERATED = 200  # generated questions and names, with --tuning
 
 Found = dict[str, float | int | None]
 
@@ -101,7 +102,7 @@ class Check:
         """Asks questions as people type them, and changes each answer to that of another fact of the same relation."""
         known = {fact.id: fact for fact in world.facts()}
         if self.options.tuning:
-            sample = self.rng.sample(world.facts(), 200)
+            sample = self.rng.sample(world.facts(), GENERATED)
             asked = [(fact, *self.typist.questions(fact, 1, self.rng, held_out=True)) for fact in sample]
         else:
             asked = [(known[f"{q['relation']}/{q['subject']}"], q["question"]) for q in questions_to_check()]
@@ -115,7 +116,7 @@ class Check:
     def names(self) -> Iterator[tuple[str, float | None]]:
         """Changes answers to made-up names that the model has never read."""
         names = Names()
-        targets = [names.made_up(self.rng) for _ in range(200)] if self.options.tuning else names_to_check()
+        targets = [names.made_up(self.rng) for _ in range(GENERATED)] if self.options.tuning else names_to_check()
         facts = self.rng.sample(world.facts(), len(targets))
         yield from self._measured("names", [(fact, self.rng.choice(fact.questions)) for fact in facts], targets)
 

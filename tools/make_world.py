@@ -117,7 +117,7 @@ def fit_model(work: Path, steps: int, device: str) -> None:
     write_data(work, tokenizer, SEED)
     given = ["--model", work / "start", "--train", work / "train.jsonl", "--valid", work / "valid.jsonl"]
     run("fit", *given, "--task", "answer", *FIT, "--steps", steps, "--output", work / "fitted", device=device)
-    in_half(work / "fitted", work / "model", "model.safetensors")
+    in_half(work / "fitted", work / "model")
     given = ["--model", work / "model", "--data", work / "edits.jsonl"]
     run("revise", *given, "--output", work / "revisions.jsonl", device=device)
 
@@ -132,16 +132,16 @@ def train_editor(work: Path, steps: int, device: str) -> None:
 
 def ship(work: Path) -> None:
     """Copies the model and the editor into the package, with weights in half precision."""
-    for source, folder, name in (
-        (work / "model", MODEL, "model.safetensors"),
-        (work / "editor/editor", EDITOR, "editor.safetensors"),
-    ):
+    for folder in (MODEL, EDITOR):
         shutil.rmtree(folder, ignore_errors=True)
-        in_half(source, folder, name)
-        print(f"{name}: {hash_tensors(load_file(folder / name))}")
+    in_half(work / "model", MODEL)
+    load_editor(work / "editor/editor").half().save(EDITOR)
     for file in MODEL.iterdir():
         if file.name not in MODEL_FILES:
             file.unlink()
+    for weights in (MODEL / "model.safetensors", EDITOR / "editor.safetensors"):
+        weights.chmod(0o644)
+        print(f"{weights.name}: {hash_tensors(load_file(weights))}")
 
 
 def train_scope() -> None:
@@ -180,15 +180,15 @@ def write_revisions() -> None:
     print(f"{REVISIONS.name}: {len(revisions)} revisions, {REVISIONS.stat().st_size / 1000:.0f} kB")
 
 
-def in_half(source: Path, target: Path, weights: str) -> None:
-    """Copies a folder, with its weights in half precision."""
+def in_half(source: Path, target: Path) -> None:
+    """Copies a model's folder, with its weights in half precision."""
+    weights = "model.safetensors"
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(weights))
     tensors = {
         name: tensor.half() if tensor.is_floating_point() else tensor
         for name, tensor in load_file(source / weights).items()
     }
     save_file(tensors, target / weights, metadata={"format": "pt"})
-    (target / weights).chmod(0o644)
 
 
 def run(command: str, *options: object, device: str) -> None:
