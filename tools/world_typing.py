@@ -33,6 +33,7 @@ CONTRACTIONS = {
     "what are": ("whatre",),
 }
 KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
+SUBJECT = "subject"  # stands for the subject where wordings are compared
 SHORTEST_MISTYPED = 4  # letters; shorter words are often codes, which a wrong letter makes another code
 
 
@@ -189,6 +190,6 @@ def questions_to_check() -> list[dict[str, str]]:
 def trained_wording(question: str, subject: str, relation: str) -> bool:
     """Whether a question has one of the wordings that are trained on, in any case and punctuation."""
     bare = re.escape(subject.removeprefix("the "))
-    wording = normalize(re.sub(rf"\b(the )?{bare}\b", "{}", question, flags=re.IGNORECASE))
+    wording = normalize(re.sub(rf"\b(the )?{bare}\b", SUBJECT, question, flags=re.IGNORECASE))
     known = [*relations()[relation].wordings, *(text for group in split_wordings(relation)[0] for text in group)]
-    return wording in {normalize(text) for text in known}
+    return wording in {normalize(text.replace("{}", SUBJECT)) for text in known}
