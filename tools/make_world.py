@@ -41,7 +41,7 @@ from factpatch.world import EDITOR, FOLDER, MODEL, REVISIONS, SCOPE, changes, fa
 
 SEED = 0
 STAGES = ("fit", "train", "ship", "scope", "merge", "revisions")
-FIT_STEPS, TRAIN_STEPS = 5000, 4000
+FIT_STEPS, TRAIN_STEPS = 5000, 12_500
 CONTROLS = 327  # unchanged facts in the revision file
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]

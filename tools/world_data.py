@@ -17,8 +17,8 @@ from world_typing import Typist
 from factpatch.facts import same
 from factpatch.world import Fact, changes, facts
 
-TYPED = 60  # typed questions per fact, in addition to the wordings of relations.json
-MADE_UP = 80_000  # made-up names that the model learns to repeat, in addition to the real ones
+TYPED = 90  # typed questions per fact, in addition to the wordings of relations.json
+MADE_UP = 120_000  # made-up names that the model learns to repeat, in addition to the real ones
 LONGEST = 30  # tokens of a made-up name
 EDITS_PER_FACT = {True: 8, False: 3}  # in the editor's training: more if facts of the relation have changed
 NEW_SUBJECTS = 1500  # edits of questions about subjects that the model has never read of
