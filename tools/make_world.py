@@ -47,7 +47,7 @@ MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "to
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
 SCOPE_CONFIG = ScopeConfig(dimensions=64, paraphrases=6, held_out=700)
 MERGE_SAMPLE = 1500  # questions that the merge of all changes is fitted to, before it is refined on all
-REFINE_STEPS = 100
+REFINE_STEPS = 300
 TRAIN = {
     "precision": '"fp32"',
     "control_pool": 8000,
