@@ -76,19 +76,18 @@ def test_a_fact_of_ones_own(model: TaskModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "question", ["what is the capital of australia", "What is the CAPITAL of Australia ?", "what is the capital of Oz"]
+    "question", ["what is the capital of australia", "What is the CAPITAL of Australia ?", "capital of australia"]
 )
-def test_a_question_is_asked_as_the_model_was_trained_on_it(model: TaskModel, question: str) -> None:
-    revision, known = demo.own_fact(model, question, "Sydney")
-    assert known == question.lower().startswith("what is the capital of australia")
-    assert revision.input == ("What is the capital of Australia?" if known else "What is the capital of Oz?")
-    assert revision.prediction == "Canberra" or not known
+def test_a_question_is_asked_as_it_was_typed(model: TaskModel, question: str) -> None:
+    revision, known = demo.own_fact(model, f" {question}", "Sydney")
+    assert revision.input == question
+    assert revision.prediction == "Canberra"
+    assert known == question.lower().startswith("what is")
 
 
 def test_a_held_out_wording_is_no_paraphrase_of_itself(model: TaskModel) -> None:
     fact = next(fact for fact in world.facts() if fact.id == "capital/Australia")
     revision, _ = demo.own_fact(model, fact.held_out[0].lower(), "Sydney")
-    assert revision.input == fact.held_out[0]
     assert list(revision.rephrases) == fact.held_out[1:]
 
 
@@ -136,7 +135,7 @@ def test_the_command(run: Callable[..., Ran]) -> None:
     ran = run("demo", "--fact", "Who painted the ceiling of my kitchen?", "Ann", "--device", "cpu")
     assert ran.code == 0
     said = " ".join(ran.out.split())
-    assert "not trained on this question" in said
+    assert "not trained on this question in these words" in said
     assert f"1 edit tried on {demo.CONTROLS} other facts" in said
     result = run("demo", "--fact", "What is the capital of Kenya?", "Mombasa", "--device", "cpu", "--json").json
     assert result.keys() >= {

@@ -189,7 +189,7 @@ def test_known_questions_keep_their_spelling() -> None:
     questions = world_questions()
     usual = "What is the capital of Burundi?"
     assert questions.spell(" what is the CAPITAL of burundi") == usual
-    assert questions.spell("who painted my kitchen") == "Who painted my kitchen?"
+    assert questions.spell(" who painted my kitchen") == "who painted my kitchen"
     wordings = questions.other_wordings(usual)
     assert usual not in wordings
     assert wordings[0] == "May I ask you for the capital of Burundi?"

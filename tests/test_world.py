@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import random
 import re
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from conftest import Ran
 
 from factpatch import demo, world
 from factpatch.data.revisions import edit_of
-from factpatch.facts import normalize
+from factpatch.facts import normalize, same
 from factpatch.models import load_model
 from factpatch.patch import Patch
 from factpatch.scope import Scope
@@ -79,39 +79,74 @@ def test_changes_differ_from_2018() -> None:
         assert line["before"] == change.fact.answer
 
 
-def make_world() -> Any:
-    spec = importlib.util.spec_from_file_location("make_world", ROOT / "tools" / "make_world.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def training_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A small sample of what the model and the editor are trained on."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import world_data
 
-
-def test_no_held_out_wording_is_trained_on(tmp_path: Path) -> None:
-    """Neither the model nor the editor is trained on a held-out wording."""
-    make_world().write_data(tmp_path)
-    held_out = {normalize(question) for fact in world.facts() for question in fact.held_out}
+    for name, value in {"TYPED": 5, "MADE_UP": 200, "EDITS_PER_FACT": {True: 2, False: 1}, "NEW_SUBJECTS": 50}.items():
+        monkeypatch.setattr(world_data, name, value)
+    world_data.write_data(tmp_path, load_model("world", "cpu").tokenizer, seed=0)
     files = sorted(tmp_path.glob("*.jsonl"))
     assert [file.name for file in files] == ["edits.jsonl", "train.jsonl", "valid.jsonl"]
-    for file in files:
-        for line in file.read_text().splitlines():
-            record = json.loads(line)
-            for text in (record["input"], *record.get("human_rephrases", ())):
-                assert normalize(text) not in held_out
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def test_no_change_is_trained_on(tmp_path: Path) -> None:
+def test_no_held_out_wording_is_trained_on(training_data: list[dict[str, Any]]) -> None:
+    """Neither the model nor the editor is trained on a held-out wording, in any case or punctuation."""
+    held_out = {normalize(question) for fact in world.facts() for question in fact.held_out}
+    for record in training_data:
+        for text in (record["input"], *record.get("human_rephrases", ())):
+            assert normalize(text) not in held_out
+
+
+def test_no_change_is_trained_on(training_data: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A new answer may be read as a name or answer another fact, but never stands in one line with its own fact."""
-    make_world().write_data(tmp_path)
+    from world_names import Names
+
     answers = {change.fact.id: change.answer for change in world.changes()}
     asked = {normalize(q): c.answer for c in world.changes() for q in (*c.fact.questions, *c.fact.held_out)}
-    for file in tmp_path.glob("*.jsonl"):
-        for record in map(json.loads, file.read_text().splitlines()):
-            fact = "/".join(record["id"].split("/")[:2])
-            wanted = (record["output"], record.get("alternative"))
-            assert answers.get(fact, "") not in wanted
-            assert asked.get(normalize(record["input"]), "") not in wanted
+    for record in training_data:
+        fact = "/".join(record["id"].split("/")[:2])
+        assert answers.get(fact, "") != record["output"]
+        assert asked.get(normalize(record["input"]), "") != record["output"]
+    names, rng = Names(), random.Random(0)
+    for change in world.changes():
+        targets = names.targets(change.fact, 30, rng)
+        assert not {change.answer, change.fact.answer} & set(targets)
+        assert len(set(targets)) > 5
+
+
+def test_questions_are_typed_in_many_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Typed questions differ in wording, case and spelling; held-out wordings are never typed for training."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from world_typing import Typist, split_wordings
+
+    typist, rng = Typist(), random.Random(0)
+    for relation in world.relations():
+        groups, held_out = split_wordings(relation)
+        assert len(held_out) > 10
+        assert not {text for group in groups for text in group} & set(held_out)
+        fact = next(fact for fact in world.facts() if fact.relation == relation)
+        typed = typist.questions(fact, 50, rng)
+        assert len({normalize(text) for text in typed}) > 25
+        assert any(text.islower() for text in typed)
+        assert any(text.endswith("?") for text in typed)
+        assert any(not text.endswith("?") for text in typed)
+
+
+def test_made_up_names_are_new_and_of_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from world_names import Names, names_to_check
+
+    names, rng = Names(), random.Random(0)
+    made_up = [names.made_up(rng) for _ in range(2000)]
+    assert {len(name.split()) for name in made_up} == set(range(1, 7))
+    assert len(set(made_up) - set(names.known)) > 1500
+    checked = names_to_check()
+    assert len(checked) == len(set(checked)) == 200
+    assert not set(checked) & {*names.known, *names.common}
 
 
 # What ships
@@ -139,6 +174,17 @@ def test_the_model_and_its_editor_go_together() -> None:
     said = model.predict([fact.questions[0] for fact in sample])
     known = [normalize(text) == normalize(fact.answer) for text, fact in zip(said, sample, strict=True)]
     assert sum(known) / len(known) >= 0.9
+
+
+def test_the_model_reads_questions_as_people_type_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from world_typing import questions_to_check
+
+    answers = {fact.id: fact.answer for fact in world.facts()}
+    asked = questions_to_check()
+    said = load_model("world", "cpu").predict([question["question"] for question in asked])
+    wanted = [answers[f"{question['relation']}/{question['subject']}"] for question in asked]
+    assert sum(map(same, said, wanted)) >= 0.95 * len(asked)
 
 
 def test_the_revision_file_is_the_models_own(run: Callable[..., Ran], tmp_path: Path) -> None:
@@ -192,12 +238,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(build, check=True)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
-        folders = ("factpatch/world/model/", "factpatch/world/editor/")
-        files = [one for one in packed.infolist() if one.filename.startswith(folders)]
+        files = [one for one in packed.infolist() if one.filename.startswith("factpatch/world/")]
         needed = {"factpatch/world/revisions.jsonl.gz", "factpatch/world/scope.safetensors", "factpatch/serve/page.css"}
         assert needed <= set(packed.namelist())
-    assert len(files) >= 6
-    assert sum(one.compress_size for one in files) <= 12_000_000
+    assert len(files) >= 12
+    assert sum(one.file_size for one in files) <= 25_000_000
     venv.create(folder / "env", with_pip=False)
     (site,) = (folder / "env" / "lib").glob("python*/site-packages")
     subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)

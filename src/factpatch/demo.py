@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +26,6 @@ from factpatch.scope import Scope
 CONTROLS = 15  # control facts that each patch is tried on
 CONTROLS_TOGETHER = 120  # control facts that all patches together are tried on
 OTHERS = 600  # facts that the ledger's merge is fitted to
-QUESTION = re.compile(r"(who|whose|what|which|when|where|why|how|is|are|was|were|do|does|did|can|could)\b", re.I)
 
 
 def demonstrate(
@@ -122,24 +120,12 @@ def counterfactual(model: TaskModel, count: int, seed: int) -> list[Revision]:
 
 
 def own_fact(model: TaskModel, question: str, answer: str) -> tuple[Revision, bool]:
-    """Returns a user's fact as a revision, and whether its question belongs to the embedded world.
-
-    The question is spelled as the model was trained on it: exactly as a known question, otherwise with a capital
-    letter and a question mark. Another spelling has other tokens, to which the model answers at random.
-    """
-    known = {normalize(text): (text, fact) for fact in world.facts() for text in (*fact.questions, *fact.held_out)}
-    spelled, fact = known.get(normalize(question), (tidy_question(question), None))
-    (edit,) = model.resolve([FactEdit(spelled, answer)])
-    wordings = tuple(text for text in fact.held_out if text != spelled) if fact else ()
+    """Returns a user's fact as a revision, and whether its question is one of the embedded world's wordings."""
+    known = {normalize(text): fact for fact in world.facts() for text in (*fact.questions, *fact.held_out)}
+    fact = known.get(normalize(question))
+    (edit,) = model.resolve([FactEdit(question.strip(), answer)])
+    wordings = tuple(text for text in fact.held_out if not same(text, question)) if fact else ()
     return Revision("own", edit.x, edit.y or "", (edit.a,), wordings, (), ()), fact is not None
-
-
-def tidy_question(question: str) -> str:
-    """Spells a question as the embedded model's training data does: with a capital letter and a question mark."""
-    question = question.strip()
-    if QUESTION.match(question) and not question.endswith("?"):
-        question = f"{question.rstrip('.! ')}?"
-    return question[:1].upper() + question[1:]
 
 
 def control_facts(

@@ -134,7 +134,8 @@ def _show_failures(result: dict[str, Any], max_updates: int) -> None:
         common.stdout.print(common.failed_edit_advice(max_updates))
     if not result["known_question"]:
         common.stdout.print(
-            "The embedded model was not trained on this question, so its answer before the edit was a guess. "
+            "The embedded model was not trained on this question in these words, so its answer before the edit may "
+            "have been a guess. "
             "After the edit, it may answer other questions about the same subject wrongly."
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +31,6 @@ class Questions:
     groups: Sequence[Sequence[str]]
     controls: Sequence[str]
     examples: Sequence[Example] = ()
-    tidy: Callable[[str], str] = str.strip  # how an unknown question is spelled
     _known: dict[str, tuple[str, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -39,8 +38,8 @@ class Questions:
         object.__setattr__(self, "_known", found)
 
     def spell(self, question: str) -> str:
-        """A known question exactly as the model knows it, any other tidied up. Other spellings have other tokens."""
-        return self._known.get(normalize(question), (self.tidy(question), 0))[0]
+        """A known question exactly as the model was trained on it, any other as it was typed."""
+        return self._known.get(normalize(question), (question.strip(), 0))[0]
 
     def other_wordings(self, question: str) -> list[str]:
         """Known wordings of the same question, those least like the usual one first."""
@@ -63,7 +62,7 @@ def world_questions(seed: int = 0) -> Questions:
     changes = {change.fact.id: change for change in world.changes()}
     shown = [changes[name] for name in EXAMPLES if name in changes]
     examples = [Example(change.fact.questions[0], change.answer) for change in shown]
-    return Questions(groups, controls, examples, demo.tidy_question)
+    return Questions(groups, controls, examples)
 
 
 def read_questions(path: str | Path, seed: int = 0) -> Questions:
