@@ -308,6 +308,14 @@ def test_a_token_without_an_embedding(tmp_path: Path) -> None:
         load_model(tmp_path / "model", "cpu")
 
 
+@pytest.mark.parametrize("tokens", [-1, 0, True, 1.5, "x", None])
+def test_a_decoder_with_another_length_of_answers(tmp_path: Path, tokens: Any) -> None:
+    tiny.build("gpt2-lm").save(tmp_path / "model")
+    (tmp_path / "model" / "decoder.json").write_text(json.dumps({"template": None, "max_answer_tokens": tokens}))
+    with pytest.raises(ModelError, match="is damaged"):
+        load_model(tmp_path / "model", "cpu")
+
+
 def use_model(folder: Path, case: str) -> None:
     try:
         load_model(folder, "cpu").predict(QUESTIONS)

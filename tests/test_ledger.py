@@ -355,3 +355,12 @@ def test_two_processes_add_the_same_fact(tmp_path: Path, model: TaskModel, monke
         monkeypatch.setattr(ours, "_propose", late)
         (fact,) = ours.add(Guess(), [edit])
         assert [one.id for one in ours.facts(None)] == [fact.id]
+
+
+def test_a_damaged_name_in_the_schema(tmp_path: Path, model: TaskModel) -> None:
+    """SQLite's message then quotes bytes that are not UTF-8."""
+    path = tmp_path / "facts.db"
+    Ledger(path, model, OTHERS).close()
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE meta (", b"CREATE TABLE meta \x80", 1))
+    with pytest.raises(FileError, match="damaged"):
+        Ledger(path)

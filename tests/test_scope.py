@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from factpatch.data.revisions import Revision
 from factpatch.editors.finetune import GradientStep
@@ -189,3 +191,22 @@ def test_the_command_writes_a_scope_that_loads(run, model: TaskModel, tmp_path: 
     loaded = Scope.load(tmp_path / "scope.safetensors", model)
     assert loaded.calibrated.threshold == result["threshold"]
     assert set(result) == {"threshold", "recall", "false_matches", "facts", "seconds"}
+
+
+def test_a_damaged_file_is_refused(model: TaskModel, scope: Scope, tmp_path: Path) -> None:
+    scope.save(tmp_path / "scope")
+    with safe_open(tmp_path / "scope", "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in ("mean", "scale")}
+    for wrong in (torch.zeros(0, 1), torch.zeros(()), torch.zeros(3), torch.full_like(tensors["mean"], torch.nan)):
+        save_file({**tensors, "mean": wrong}, tmp_path / "scope", metadata)
+        with pytest.raises(FileError, match="not a complete scope"):
+            Scope.load(tmp_path / "scope", model)
+    for key, text in (
+        ("layers", "[99]"),
+        ("layers", "[" * 3000),
+        ("calibration", "1"),
+        ("calibration", "[null,1,1,1]"),
+    ):
+        save_file(tensors, tmp_path / "scope", {**metadata, key: text})
+        with pytest.raises(FileError, match="not a complete scope"):
+            Scope.load(tmp_path / "scope", model)

@@ -132,7 +132,7 @@ class Store:
         """Turns SQLite's errors into FileErrors."""
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite quotes damaged names in its messages
             reason = str(error)
             if "locked" in reason or "busy" in reason:
                 raise FileError(f"{self.path} is in use by another process; try again when it is done") from error

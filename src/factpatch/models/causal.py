@@ -220,7 +220,7 @@ def read_settings(folder: Path) -> tuple[str | None, int | None]:
     try:
         stored = json.loads(read_text(path))
         template, tokens = stored["template"], stored["max_answer_tokens"]
-        if not isinstance(template, str | None) or not isinstance(tokens, int):
+        if not isinstance(template, str | None) or type(tokens) is not int or tokens < 1:
             raise ValueError("expected a template and a number of tokens")
         return template, tokens
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

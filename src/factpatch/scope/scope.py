@@ -250,7 +250,7 @@ class Scope:
                 raise ValueError("it holds values that are not finite numbers")
             layers = json.loads(metadata["layers"])
             scope = cls(model, layers, tensors["mean"], tensors["scale"], tensors.get("projection"), calibration)
-            if scope.embed(["?"]).dim() != 2:  # with shapes that do not fit the model, this fails
+            if tensors["mean"].dim() != 1 or tensors["scale"].dim() != 1 or scope.embed(["?"]).dim() != 2:
                 raise ValueError("its shapes do not fit the model")
             return scope
         except (LookupError, TypeError, ValueError, RecursionError, RuntimeError) as error:
