@@ -65,7 +65,7 @@ def test_patch_merge_refuses_in_one_line(run: Run, world_patches: list[Path], ch
     empty = write_lines(tmp_path / "empty.jsonl", [])
     assert "has no inputs" in run("patch", "merge", *world_patches, "--model", "world", "--others", empty, *out).err
     wrong = run("patch", "merge", *world_patches, "--model", "world", "--covariance", world_patches[0], *out)
-    assert "not a readable covariance" in wrong.err
+    assert "is not a covariance file" in wrong.err
     assert wrong.err.count("\n") == 1
     assert not (tmp_path / "merged").exists()
 

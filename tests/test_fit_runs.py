@@ -64,6 +64,7 @@ import sys
 from factpatch.training.checkpoint import RunFolder
 
 folder = RunFolder(sys.argv[1], False)
+folder.lock()
 print("locked", flush=True)
 sys.stdin.readline()
 """
@@ -76,12 +77,17 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "locked\n"
             with pytest.raises(FileError, match="another run is writing"):
-                RunFolder(tmp_path / "run", resume=False)
+                RunFolder(tmp_path / "run", resume=False).lock()
         finally:
             process.kill()
-    first = RunFolder(tmp_path / "run", resume=False)  # a killed process holds no lock
-    RunFolder(tmp_path / "run", resume=False)  # in the same process, the newer object counts
-    assert first.path.is_dir()
+    first, second = RunFolder(tmp_path / "run", resume=False), RunFolder(tmp_path / "run", resume=False)
+    first.lock()  # a killed process holds no lock
+    second.lock()  # in the same process, the newer object counts
+    (first.path / "config.json").touch()
+    first.release()
+    second.release()
+    with pytest.raises(FileError, match="is in use"):  # the other run has finished in the meantime
+        first.lock()
 
 
 def test_settings_of_a_resumed_run(base: Path, tmp_path: Path) -> None:

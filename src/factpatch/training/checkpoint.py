@@ -25,28 +25,31 @@ FORMAT = 2  # of checkpoints
 class RunFolder:
     """The folder a run writes to. A folder that is in use is refused, and so is resuming without a checkpoint.
 
-    The main process locks the folder, so that two runs cannot write to it at the same time. Within one process, a new
-    object takes over the lock of an older one.
+    Before it writes, the main process locks the folder, so that two runs cannot write to it at the same time. Within
+    one process, a new object takes over the lock of an older one.
     """
 
     _locked: ClassVar[WeakValueDictionary[Path, Self]] = WeakValueDictionary()
 
     def __init__(self, output: str | Path, resume: bool):
-        self.path = Path(output)
+        self.path, self.resume = Path(output), resume
         self.checkpoint = self.path / "checkpoint"
         stopped = has_checkpoint(self.checkpoint)
         if resume and not stopped:
             finished = "the run there is finished, so choose another --output"
             advice = finished if self._in_use() else "start without --resume"
             raise FileError(f"nothing to resume: expected a checkpoint in {self.checkpoint}; {advice}")
-        if not resume and self._in_use():
-            advice = "resume its run with --resume, or choose" if stopped else "choose"
-            raise FileError(f"{self.path} is in use; {advice} another --output")
+        self._refuse_used()
         check_writable(self.path)
         self.release: Callable[[], object] = lambda: None
-        self._lock()
 
-    def _lock(self) -> None:
+    def _refuse_used(self) -> None:
+        if not self.resume and self._in_use():
+            advice = "resume its run with --resume, or choose" if has_checkpoint(self.checkpoint) else "choose"
+            raise FileError(f"{self.path} is in use; {advice} another --output")
+
+    def lock(self) -> None:
+        """Creates and locks the folder. Raises a FileError if another run is writing to it, or has written to it."""
         if os.environ.get("RANK", "0") != "0":
             return
         key = self.path.absolute()
@@ -65,6 +68,7 @@ class RunFolder:
         except OSError:
             pass  # a file system without locks
         self._locked[key] = self
+        self._refuse_used()
 
     def _in_use(self) -> bool:
         """Returns True if the folder contains files, other than those of a run killed before its first checkpoint."""

@@ -115,7 +115,8 @@ class Run(ABC):
         """Raises a TrainingError if the run has diverged."""
 
     def _start(self, steps: int) -> None:
-        """Starts training, from the beginning or from the checkpoint."""
+        """Starts training, from the beginning or from the checkpoint. From now on, the run writes to its folder."""
+        self.folder.lock()
         self.clock.start(steps, self._load_checkpoint() if self.resume else 0.0)
 
     def _loop(
