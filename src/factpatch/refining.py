@@ -34,8 +34,8 @@ from factpatch.patch import Patch
 REFINED = ", refined"  # suffix of a refined patch's method name
 ENOUGH = 0.05  # loss at which an edit counts as safe: the target's tokens have a probability of about 0.95
 KL_WEIGHT = 10.0
-RATE = 1.0  # Adam's learning rate, as a share of the root mean square of each weight, divided by its number of inputs
-FEWEST_INPUTS = 100  # assumed for weights that have fewer
+RATE = 0.01  # Adam's learning rate, as a share of the root mean square of each weight, in models up to WIDTH
+WIDTH = 128  # in wider models the rate falls with the square of the width, because there are as many times more weights
 EDITS_PER_STEP = 256
 CONTROLS_PER_STEP = 256
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 32_768}  # bounds the activations that a backward pass keeps
@@ -65,13 +65,9 @@ def refine(
         controls = _controls(model, others, {normalize(edit.x) for edit in patch.edits})
         edits = _texts(model, [(edit.x, edit.a) for edit in sorted(patch.edits, key=edit_key)])
         merged = {name: delta.dense().to(model.device, torch.float32) for name, delta in patch.deltas.items()}
-        # Adam moves all entries by about the same amount, so a layer with more inputs would move its output more.
-        sizes = {
-            name: _root_mean_square(model.layers[name].weight) / max(S.shape[1], FEWEST_INPUTS)
-            for name, S in merged.items()
-        }
+        sizes = {name: model.layers[name].weight.float().square().mean().sqrt() for name in merged}
         moves = {name: torch.zeros_like(S, requires_grad=True) for name, S in merged.items()}
-        optimizer = torch.optim.Adam(moves.values(), lr=RATE)
+        optimizer = torch.optim.Adam(moves.values(), lr=RATE * min(1.0, WIDTH / model.model.config.hidden_size) ** 2)
         decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
         rng = random.Random(0)
         for _ in range(steps):
@@ -84,10 +80,6 @@ def refine(
             on_step()
         deltas = {name: Dense((S + sizes[name] * moves[name]).detach()) for name, S in merged.items()}
     return replace(patch, deltas=deltas, method=patch.method.removesuffix(REFINED) + REFINED)
-
-
-def _root_mean_square(weight: Tensor) -> Tensor:
-    return weight.float().square().mean().sqrt()
 
 
 @dataclass(frozen=True)
