@@ -173,7 +173,7 @@ def test_a_fact_cannot_be_changed_back_by_another_fact(client: TestClient, model
     answer = client.post("/api/propose", json={"question": X, "target": before})
     problem(answer, 422, f"remove fact {fact['id']}")
     answer = client.post("/api/propose", json={"question": X, "target": fact["target"]})
-    problem(answer, 422, f"accepted already, as fact {fact['id']}")
+    problem(answer, 422, f"already accepted as fact {fact['id']}")
 
 
 def test_a_fact_can_be_replaced(client: TestClient, model: TaskModel) -> None:
@@ -364,7 +364,7 @@ def test_errors_say_nothing_about_files(service: Service, client: TestClient, mo
             raise error
 
         monkeypatch.setattr(service._ledger, "facts", fail)
-        problem(client.get("/api/facts"), 500, "log says why")
+        problem(client.get("/api/facts"), 500, "see its log")
 
 
 def test_the_reference_needs_nothing_from_elsewhere(client: TestClient) -> None:

@@ -46,7 +46,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def create_app(service: Service, token: str | None = None):
-    """The complete ASGI application."""
+    """Creates the complete ASGI application."""
     quiet_gradio()
     from factpatch.serve.api import create_api
     from factpatch.serve.guard import Guard

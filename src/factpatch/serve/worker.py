@@ -40,7 +40,7 @@ class _Job:
 
 
 class Worker:
-    """Runs requests in one thread, the oldest first, together with others of its kind that wait."""
+    """Runs requests in one thread: the oldest first, together with waiting requests of the same kind."""
 
     def __init__(self, limit: int):
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -94,7 +94,7 @@ class Worker:
 
 
 def chained(first: Future[Request], then: Callable[[Request], Future[Result]]) -> Future[Result]:
-    """A future for what follows the first one: another request, which waits for its own turn."""
+    """Returns a future for a second request, which is queued when the first is done."""
     last: Future[Result] = Future()
 
     def copy(done: Future[Result]) -> None:
