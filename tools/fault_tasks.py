@@ -116,7 +116,7 @@ def prepare(given: Path, patches: bool = True) -> None:
 
 
 def written(folder: Path) -> dict[str, Any]:
-    """Reads everything in a folder that must not depend on faults: no scratch files, times or names of folders."""
+    """Reads what a task has written, without scratch files, times and names of folders: faults must not change it."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))

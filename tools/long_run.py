@@ -1,4 +1,4 @@
-"""Edits, merges, applies, reverts and questions in random order on the embedded world, with checks after every action.
+"""Edits, merges, applies, reverts and asks in random order on the embedded world, with checks after every action.
 
 python tools/long_run.py --minutes 60
 

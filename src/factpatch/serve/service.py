@@ -97,7 +97,7 @@ class Service:
         others.pop(normalize(spelled), None)
         correction = Correction(spelled, target.strip(), tuple(others.values()))
         made = self._worker.submit(self._corrections, correction)
-        # Trying a patch takes longer than making it, so that questions get their turn in between.
+        # Trying a patch is slow, so it is queued separately: questions can be answered in between.
         return chained(made, lambda patch: self._worker.submit(self._tries, (correction, patch)))
 
     def _patch_all(self, corrections: list[Correction]) -> list[Patch | FactpatchError]:

@@ -56,7 +56,7 @@ class Trials:
         return [ranked[0] for ranked in self.model.candidates_encoded(encoded, count=1)]
 
     def _in_scope(self, wordings: list[str], controls: Sequence[str]) -> list[bool]:
-        """Decides whether each control question would be taken for one about the corrected fact."""
+        """Decides for each control question whether the scope takes it to be about the corrected fact."""
         if not controls:
             return []
         index = copy.copy(self.scope).index([wordings])
