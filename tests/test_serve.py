@@ -156,7 +156,7 @@ def test_accepted_facts_are_used_until_they_are_removed(client: TestClient, mode
     assert client.get("/api/facts").json()["facts"] == []
     history = client.get(f"/api/facts/{fact['id']}").json()["history"]
     assert [event["event"] for event in history] == ["added", "removed"]
-    problem(client.delete(f"/api/facts/{fact['id']}"), 422, "not active")
+    problem(client.delete(f"/api/facts/{fact['id']}"), 422, "already removed")
 
 
 def test_what_was_tried_is_what_is_recorded(client: TestClient, model: TaskModel, tmp_path: Path) -> None:
