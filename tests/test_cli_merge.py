@@ -101,7 +101,7 @@ def test_a_ledgers_life(run: Run, others: Path, tmp_path: Path) -> None:
     assert load_model(tmp_path / "patched", "cpu").predict([question]) == ["Gitega"]
     for arguments, message in (
         (("remove", *ledger, 77), "there is no fact 77"),
-        (("remove", *ledger, second["id"]), "is not active"),
+        (("remove", *ledger, second["id"]), "is already removed"),
         (("list", "--ledger", tmp_path / "none.db"), "no ledger at"),
         (("show", *ledger, second["id"], "--device", "potato"), "expected a device"),
     ):

@@ -191,7 +191,7 @@ def test_facts_have_a_history(ledger: Ledger, model: TaskModel) -> None:
     assert len(ledger.facts(None)) == 2
     assert ledger.patch().deltas == {}
     ledger.patch().apply(model)
-    with pytest.raises(InputError, match=f"fact {newer.id} is not active: it was removed before"):
+    with pytest.raises(InputError, match=f"fact {newer.id} is already removed; list active facts"):
         ledger.remove(newer.id)
     with pytest.raises(InputError, match="there is no fact 99"):
         ledger.remove(99)

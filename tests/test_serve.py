@@ -156,7 +156,7 @@ def test_accepted_facts_are_used_until_they_are_removed(client: TestClient, mode
     assert client.get("/api/facts").json()["facts"] == []
     history = client.get(f"/api/facts/{fact['id']}").json()["history"]
     assert [event["event"] for event in history] == ["added", "removed"]
-    problem(client.delete(f"/api/facts/{fact['id']}"), 422, "not active")
+    problem(client.delete(f"/api/facts/{fact['id']}"), 422, "already removed")
 
 
 def test_what_was_tried_is_what_is_recorded(client: TestClient, model: TaskModel, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_fact_cannot_be_changed_back_by_another_fact(client: TestClient, model
     answer = client.post("/api/propose", json={"question": X, "target": before})
     problem(answer, 422, f"remove fact {fact['id']}")
     answer = client.post("/api/propose", json={"question": X, "target": fact["target"]})
-    problem(answer, 422, f"accepted already, as fact {fact['id']}")
+    problem(answer, 422, f"already accepted as fact {fact['id']}")
 
 
 def test_a_fact_can_be_replaced(client: TestClient, model: TaskModel) -> None:
@@ -364,7 +364,7 @@ def test_errors_say_nothing_about_files(service: Service, client: TestClient, mo
             raise error
 
         monkeypatch.setattr(service._ledger, "facts", fail)
-        problem(client.get("/api/facts"), 500, "log says why")
+        problem(client.get("/api/facts"), 500, "see its log")
 
 
 def test_the_reference_needs_nothing_from_elsewhere(client: TestClient) -> None:

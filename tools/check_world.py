@@ -116,7 +116,7 @@ class Check:
         yield from self._measured("typed", asked, targets)
 
     def names(self) -> Iterator[tuple[str, float | None]]:
-        """Changes answers to made-up names that the model has never read."""
+        """Measures edits whose targets are made-up names that the model has never read."""
         names = Names()
         targets = [names.made_up(self.rng) for _ in range(GENERATED)] if self.options.tuning else names_to_check()
         facts = self.rng.sample(world.facts(), len(targets))

@@ -30,7 +30,7 @@ class Task:
 
 
 def tasks(given: Path) -> list[Task]:
-    """All tasks. `given` is the folder that `prepare` filled."""
+    """Returns all tasks. `given` is the folder that `prepare` filled."""
     on_world: list[object] = ["--model", "world", "--device", "cpu"]
     edited: list[object] = [*on_world, "--editor", "world"]
     fit: list[object] = ["fit", "--model", given / "base", "--train", given / "claims.jsonl", "--steps", 40]
@@ -69,7 +69,7 @@ def tasks(given: Path) -> list[Task]:
 
 
 def ledger(out: Path, on_world: list[object], edited: list[object], given: Path) -> list[list[object]]:
-    """Creating a ledger and adding facts to it can both be repeated: facts that are there already are kept."""
+    """Returns commands that create a ledger and add facts. All can be repeated: existing facts are kept."""
     name: list[object] = ["--ledger", out / "facts.db"]
     init = ["ledger", "init", *name, *on_world, "--max-others", 100]
     add = [["ledger", "add", *name, *edited, "--facts", given / file] for file in ("facts.jsonl", "more.jsonl")]
@@ -116,7 +116,7 @@ def prepare(given: Path, patches: bool = True) -> None:
 
 
 def written(folder: Path) -> dict[str, Any]:
-    """Everything in a folder that must not depend on faults: no scratch files, times or names of folders."""
+    """Reads what a task has written, without scratch files, times and names of folders: faults must not change it."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -134,7 +134,7 @@ def written(folder: Path) -> dict[str, Any]:
 
 
 def plain(value: Any, folder: Path) -> Any:
-    """JSON without durations, rates per second, and the folder's own name."""
+    """Drops durations, rates and the folder's own name from JSON."""
     if isinstance(value, dict):
         return {key: plain(one, folder) for key, one in value.items() if "second" not in key}
     if isinstance(value, list):
@@ -166,7 +166,7 @@ def facts_in(path: Path) -> list[tuple[Any, ...]]:
 
 
 def named(names: Iterable[str], all_tasks: list[Task]) -> list[Task]:
-    """The tasks with these names, or all if there are none."""
+    """Returns the tasks with these names, or all if no names are given."""
     wanted = set(names)
     if unknown := wanted - {task.name for task in all_tasks}:
         raise SystemExit(f"unknown tasks: {', '.join(sorted(unknown))}")

@@ -8,7 +8,7 @@ A disturbed command must end with a result, or with an error of one line; nothin
 - kill: SIGKILL at a random moment, up to three times in a row
 - full: the disk is full, at a random number of bytes (a small tmpfs; without permission to mount one, a limit on the
   size of a file)
-- refused: the output folder may not be written to (root gives up its right to ignore that)
+- refused: the output folder is not writable (root drops its override capability)
 - cut: one of the input files is truncated at a random place
 - twice: two processes write the same output at the same time
 - lost: one of two processes of a distributed run is killed
@@ -41,7 +41,10 @@ from fault_tasks import Task, facts_in, named, prepare, tasks, written
 
 
 class Harness:
-    """Runs commands in forks of this process, which has imported everything, so that kills meet the work itself."""
+    """Runs commands in forks of this process.
+
+    It has imported everything, so that kills hit the work itself, not the imports.
+    """
 
     def __init__(self, folder: Path, seed: int):
         self.folder = folder
@@ -73,7 +76,7 @@ class Harness:
             os._exit(code)
 
     def ended(self, pid: int, kill_after: float | None = None) -> Ended:
-        """Waits for a fork to end, or kills it after so many seconds."""
+        """Waits for a fork to end, or kills it after this many seconds."""
         limit = time.monotonic() + (HANG if kill_after is None else kill_after)
         while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0):
             if time.monotonic() >= limit:
@@ -176,7 +179,7 @@ class Harness:
             ended = self.run(task, out).check()
         finally:
             file.write_bytes(content)
-        if ended.code == 0:  # a file with fewer records is a file, too
+        if ended.code == 0:  # a shorter file is still valid
             return "read"
         shutil.rmtree(out)
         out.mkdir()
@@ -281,7 +284,7 @@ def main() -> None:
 
 
 def import_everything() -> None:
-    """Imports what the commands need, so that a fork begins to work at once."""
+    """Imports what the commands need, so that a fork starts to work at once."""
     import torch
 
     import factpatch.cli

@@ -1,4 +1,4 @@
-"""Edits, merges, applies, reverts and questions in random order on the embedded world, with checks after every action.
+"""Edits, merges, applies, reverts and asks in random order on the embedded world, with checks after every action.
 
 python tools/long_run.py --minutes 60
 
@@ -135,7 +135,7 @@ class LongRun:
         self.ledger.patch()
         for fact in added:
             self.ledger.remove(fact.id)
-        expect(self.ledger.patch() == before, "the ledger's patch still knows removed facts")
+        expect(self.ledger.patch() == before, "the ledger's patch still contains removed facts")
 
     def verify(self) -> None:
         found = self.ledger.verify(self.questions[:40])
@@ -143,7 +143,7 @@ class LongRun:
         self.counts["ledger facts that hold"] += sum(verdict.holds for verdict in found.verdicts)
 
     def unedited(self, use: Callable[[], Any]) -> Any:
-        """What `use` returns without the applied patches, which are reverted one by one and applied again."""
+        """Runs `use` without the applied patches, which are reverted and then applied again."""
         for patch in reversed(self.applied):
             patch.revert(self.model)
         self.check_weights([])
@@ -204,7 +204,7 @@ def main() -> None:
 
 
 def watch(run: LongRun, seconds: float) -> list[float]:
-    """Takes random actions for so long, and returns the memory in use once a minute, in MB."""
+    """Takes random actions for this many seconds. Returns the memory in use, in MB, measured once a minute."""
     start = time.monotonic()
     memory: list[float] = []
     while (passed := time.monotonic() - start) < seconds:

@@ -83,7 +83,7 @@ def main() -> None:
         {
             "fit": lambda: fit_model(options.work, options.fit_steps, options.device),
             "train": lambda: train_editor(options.work, options.train_steps, options.device),
-            "ship": lambda: ship(options.work),
+            "ship": lambda: copy_into_package(options.work),
             "scope": train_scope,
             "merge": merge_changes,
             "revisions": write_revisions,
@@ -117,7 +117,7 @@ def fit_model(work: Path, steps: int, device: str) -> None:
     write_data(work, tokenizer, SEED)
     given = ["--model", work / "start", "--train", work / "train.jsonl", "--valid", work / "valid.jsonl"]
     run("fit", *given, "--task", "answer", *FIT, "--steps", steps, "--output", work / "fitted", device=device)
-    in_half(work / "fitted", work / "model")
+    copy_in_half_precision(work / "fitted", work / "model")
     given = ["--model", work / "model", "--data", work / "edits.jsonl"]
     run("revise", *given, "--output", work / "revisions.jsonl", device=device)
 
@@ -130,11 +130,11 @@ def train_editor(work: Path, steps: int, device: str) -> None:
     run("train", "--config", "qa", *given, *settings, "--output", work / "editor", device=device)
 
 
-def ship(work: Path) -> None:
+def copy_into_package(work: Path) -> None:
     """Copies the model and the editor into the package, with weights in half precision."""
     for folder in (MODEL, EDITOR):
         shutil.rmtree(folder, ignore_errors=True)
-    in_half(work / "model", MODEL)
+    copy_in_half_precision(work / "model", MODEL)
     load_editor(work / "editor/editor").half().save(EDITOR)
     for file in MODEL.iterdir():
         if file.name not in MODEL_FILES:
@@ -180,7 +180,7 @@ def write_revisions() -> None:
     print(f"{REVISIONS.name}: {len(revisions)} revisions, {REVISIONS.stat().st_size / 1000:.0f} kB")
 
 
-def in_half(source: Path, target: Path) -> None:
+def copy_in_half_precision(source: Path, target: Path) -> None:
     """Copies a model's folder, with its weights in half precision."""
     weights = "model.safetensors"
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(weights))

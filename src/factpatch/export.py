@@ -35,13 +35,13 @@ class Adapter:
 
     @classmethod
     def of(cls, deltas: Mapping[str, Delta], rank: int | None = None, truncate: bool = False) -> Adapter:
-        """Factors of the given rank, or of the lowest of RANKS that keeps the whole change.
+        """Factorises changes to the given rank, or to the lowest of RANKS that keeps them whole.
 
-        If none of RANKS does, that is an error, or with `truncate` the highest of them is used.
+        If none does, raises an InputError or, with `truncate`, uses the highest.
         """
         check_rank(rank)
         if not deltas:
-            raise InputError("the patch changes no weights, so there is nothing to export")
+            raise InputError("the patch changes no weights, so there is nothing to export; make the patch again")
         cuts = {name: _cut(delta, rank or min(delta.shape)) for name, delta in deltas.items()}
         total = sum(float(delta.norm()) ** 2 for delta in deltas.values())
         kept = 1 - sum(lost for _, lost in cuts.values()) / total if total else 1.0
@@ -52,7 +52,7 @@ class Adapter:
         return cls(factors, rank or _lowest_rank(needed), kept)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the adapter by PEFT's names, padded with zeros to the rank."""
+        """Returns the adapter's tensors by PEFT's names, padded with zeros to the rank."""
         found: dict[str, Tensor] = {}
         for name, delta in self.deltas.items():
             key = f"base_model.model.{module_name(name)}"
@@ -61,7 +61,7 @@ class Adapter:
         return found
 
     def config(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """The content of adapter_config.json. The model adds its name, its task and how it stores its weights."""
+        """Returns the content of adapter_config.json. `model` supplies its name, its task and how it stores weights."""
         modules = [module_name(name) for name in self.deltas]
         return {
             "peft_type": "LORA",
@@ -99,7 +99,7 @@ def module_name(weight: str) -> str:
 
 
 def singular_values(delta: Delta) -> tuple[Tensor, Tensor, Tensor]:
-    """The singular value decomposition ΔW = U diag(S) Vᵀ in float64, as U (out, k), S (k,) and Vᵀ (k, in).
+    """Computes the singular value decomposition ΔW = U diag(S) Vᵀ in float64, as U (out, k), S (k,) and Vᵀ (k, in).
 
     For factors it is computed from the QR decompositions Bᵀ = Q R and Aᵀ = Q′ R′: the singular values of ΔW are those
     of R R′ᵀ, which is only as large as the rank, and Q and Q′ take its singular vectors to those of ΔW.
@@ -113,7 +113,7 @@ def singular_values(delta: Delta) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cut(delta: Delta, rank: int) -> tuple[LowRank, float]:
-    """The closest change of at most this rank, and the squared norm of what is cut off."""
+    """Truncates a change to a rank; also returns the squared norm that is lost."""
     if isinstance(delta, LowRank) and delta.rank <= rank:
         return delta, 0.0
     U, S, Vt = singular_values(delta)
@@ -138,7 +138,7 @@ def _lowest_rank(needed: int) -> int:
 
 
 def _task_type(model: nn.Module | None) -> str | None:
-    """PEFT's name of the task. For a classifier there is none: with one, PEFT expects a trained head in the adapter."""
+    """Returns PEFT's name of the task; None for a classifier, for which PEFT would expect a trained head."""
     if model is None or not model.can_generate():
         return None
     return "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"

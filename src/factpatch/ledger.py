@@ -30,7 +30,7 @@ from factpatch.ledger_checks import (
     stored_settings,
 )
 from factpatch.ledger_store import Event, Fact, Status, Store
-from factpatch.ledger_sums import Totals, add_to_totals, choose_units, grid_rows, solve_rows, solve_totals
+from factpatch.ledger_sums import Totals, add_to_totals, choose_units, quantized_rows, solve_rows, solve_totals
 from factpatch.merging import Mode, unpatched
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, check_template
@@ -43,7 +43,7 @@ MOST_CACHED_BYTES = 512 << 20  # larger totals are not cached, but recomputed fr
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one fact holds in the merged model."""
+    """The merged model's answers for one fact, and whether the fact holds."""
 
     fact: Fact
     answer: str
@@ -108,7 +108,10 @@ class Ledger:
             raise
 
     def _checked_settings(self, wanted: Mapping[str, object]) -> dict[str, Any]:
-        """The settings that the ledger was created with. Raises an error if they, or its model, are not as wanted."""
+        """Reads the settings the ledger was created with.
+
+        Raises a MismatchError if they, or its model, differ from what is wanted.
+        """
         path = self.store.path
         found = stored_settings(self.store, self.meta)
         if self._model is not None and self.meta["base"] != self._model.fingerprint:
@@ -175,7 +178,10 @@ class Ledger:
         return units
 
     def ridge(self, facts: Sequence[Fact]) -> dict[str, float]:
-        """λ of each weight: the ledger's setting, else the value learned by these facts' editors, else the default."""
+        """Returns λ of each weight.
+
+        It is the ledger's setting, otherwise the value learned by these facts' editors, otherwise the default.
+        """
         given = self.settings["ridge"]
         known = self.store.get_meta()
         ridges = (stored_ridge(self.store, known.get(f"ridge of {fact.id}", "{}")) for fact in facts)
@@ -185,7 +191,7 @@ class Ledger:
     # Facts
 
     def facts(self, status: Status | None = "active") -> list[Fact]:
-        """The facts with this status. None means all facts that were ever added."""
+        """Returns the facts with this status. None means all facts that were ever added."""
         return self.store.facts(status)
 
     def fact(self, fact_id: int) -> Fact:
@@ -217,7 +223,7 @@ class Ledger:
             ids = [fact.id for fact in known.values()]
             for patch, rows in made:
                 (edit,) = patch.edits
-                before = self.store.active_like(edit.x)
+                before = self.store.active_with_input(edit.x)
                 if before is not None and same(self.fact(before).target, edit.a):
                     ids.append(before)  # another process has added the same fact meanwhile
                     continue
@@ -243,20 +249,25 @@ class Ledger:
                     )
             if self.mode == "sequence":  # solved from the patches themselves
                 return [(patch, {}) for patch in patches]
-            return [(patch, grid_rows(self.model, patch, self.covariance, self.units)) for patch in patches]
+            return [(patch, quantized_rows(self.model, patch, self.covariance, self.units)) for patch in patches]
 
     def remove(self, fact_id: int) -> None:
         """Removes a fact; its record and history stay. The merged patch is then as if it had never been added."""
         with self.store.transaction():
             fact = self.store.fact(fact_id)
             if fact.status != "active":
-                raise InputError(f"fact {fact_id} is not active: it was {fact.status} before")
+                raise InputError(
+                    f"fact {fact_id} is already {fact.status}; list active facts with factpatch ledger list"
+                )
             self.store.retire(fact_id, "removed", "removed")
 
     # The merged patch
 
     def patch(self) -> Patch:
-        """One patch that holds all active facts. It is computed once for each set of facts and kept in the file."""
+        """Returns one patch that holds all active facts.
+
+        It is computed once per set of facts and cached in the file.
+        """
         with self.store.transaction(write=False):
             facts = sorted(self.facts(), key=lambda fact: merging.edit_key(fact.edit))
             ids = sorted(fact.id for fact in facts)
@@ -293,7 +304,7 @@ class Ledger:
         return rows
 
     def _totals(self, ids: Sequence[int]) -> Totals:
-        """The sums over facts. The cached sums are updated if few facts have been added or removed since."""
+        """Computes the sums over facts, from the cached sums if few facts have been added or removed since."""
         before, totals = self.store.cached("totals") or ([], {})
         check_totals(self.store, totals, self.model, self.covariance)
         gone, new = set(before) - set(ids), set(ids) - set(before)
@@ -323,7 +334,7 @@ class Ledger:
         return predict_scoped(self.model, scope, [self.patch_of(fact) for fact in facts], inputs)
 
     def match(self, inputs: Sequence[str]) -> list[Fact | None]:
-        """The active fact that each input is about, or None, as `self.scope` decides."""
+        """Returns the active fact that each input is about, or None, as `self.scope` decides."""
         scope, facts = self._index()
         return [None if number is None else facts[number] for number in scope.match(inputs)]
 
@@ -334,7 +345,7 @@ class Ledger:
         return self.scope.index([[fact.x, *fact.paraphrases] for fact in facts]), facts
 
     def patch_of(self, fact: Fact) -> Patch:
-        """The patch of one active fact. Recently used patches are kept in memory."""
+        """Returns the patch of one active fact. Recently used patches are kept in memory."""
         if fact.id not in self._patches:
             while len(self._patches) >= PATCHES_IN_MEMORY:
                 del self._patches[next(iter(self._patches))]

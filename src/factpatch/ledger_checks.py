@@ -20,7 +20,7 @@ Shape = tuple[int | None, ...]  # None stands for any size
 
 
 def stored_settings(store: Store, meta: Mapping[str, str]) -> dict[str, Any]:
-    """The settings that the ledger was created with."""
+    """Reads and checks the settings that the ledger was created with."""
     if not {"base", "settings"} <= meta.keys():
         raise FileError(f"{store.path} is a ledger without a model; create it again with factpatch ledger init")
     found = {"refine": 0, **store.parsed(meta["settings"], dict)}
@@ -48,7 +48,7 @@ def stored_covariance(store: Store, base: str, settings: Mapping[str, Any]) -> C
 
 
 def stored_ridge(store: Store, text: str) -> dict[str, float]:
-    """λ by weight, as an editor has learned it for one fact."""
+    """Reads λ by weight, as an editor has learned it for one fact."""
     found = store.parsed(text, dict)
     if not all(map(_is_positive, found.values())):
         raise store.damaged("a ridge is not a number above 0")
@@ -58,7 +58,7 @@ def stored_ridge(store: Store, text: str) -> dict[str, float]:
 def stored_others(store: Store, text: str) -> list[str]:
     found = store.parsed(text, list)
     if not all(isinstance(one, str) for one in found):
-        raise store.damaged("its other inputs are not texts")
+        raise store.damaged("its control inputs are not text")
     return found
 
 
@@ -78,7 +78,7 @@ def check_rows(store: Store, rows: Mapping[str, Tensor], model: TaskModel, covar
     for name in rows:
         key = _key(name, covariance)
         if key not in rows or len(rows[key]) != len(rows[name]):
-            raise store.damaged(f"{name} has other tokens than its inputs")
+            raise store.damaged(f"{name} has a different number of tokens than its inputs")
 
 
 def check_totals(store: Store, totals: Mapping[str, Tensor], model: TaskModel, covariance: Covariance) -> None:

@@ -23,7 +23,7 @@ from factpatch.patch import Patch, deltas_from
 
 VERSION = 1  # of the file format, stored as SQLite's user_version
 APPLICATION = 0x46504C31  # SQLite's application_id, which marks a file as a ledger
-PATIENCE = 60.0  # seconds to wait for another process that is writing
+LOCK_SECONDS = 60.0  # how long to wait for another process that is writing
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -89,7 +89,7 @@ class Store:
         if not create and not self.path.is_file():
             raise FileError(f"no ledger at {self.path}; create one with factpatch ledger init")
         with self.readable():
-            self.db = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None)
+            self.db = sqlite3.connect(self.path, timeout=LOCK_SECONDS, isolation_level=None)
         try:
             with self.readable():
                 self.db.execute("PRAGMA foreign_keys = ON")
@@ -123,7 +123,10 @@ class Store:
         self.db.close()
 
     def settle(self) -> None:
-        """Moves everything from the log beside the file into the file. Closing would do so too, but hide an error."""
+        """Checkpoints SQLite's write-ahead log into the file.
+
+        Closing would do so too, but would hide an error.
+        """
         with self.readable():
             self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -144,7 +147,7 @@ class Store:
 
     @contextmanager
     def transaction(self, write: bool = True) -> Iterator[None]:
-        """Gives one consistent view of the ledger; with `write`, no other process can write meanwhile."""
+        """Provides one consistent view of the ledger; with `write`, no other process can write meanwhile."""
         with self.readable():
             self.db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
             try:
@@ -163,7 +166,7 @@ class Store:
         return FileError(f"{self.path} is damaged ({reason}); restore it from a copy")
 
     def parsed(self, text: object, kind: type[Parsed]) -> Parsed:
-        """The list or object that a cell of a table holds as JSON."""
+        """Parses the JSON list or object in a table cell."""
         try:
             found = json.loads(text) if isinstance(text, str) else None
         except (ValueError, RecursionError) as error:
@@ -177,7 +180,7 @@ class Store:
     def get_meta(self) -> dict[str, str]:
         found = dict(self._select("SELECT key, value FROM meta"))
         if not all(isinstance(text, str) for pair in found.items() for text in pair):
-            raise self.damaged("a setting is not a text")
+            raise self.damaged("a setting is not text")
         return found
 
     def set_meta(self, values: Mapping[str, str]) -> None:
@@ -186,7 +189,7 @@ class Store:
     # Facts
 
     def facts(self, status: Status | None = "active") -> list[Fact]:
-        """Facts in the order in which they were added."""
+        """Returns facts in the order in which they were added."""
         return self._facts_where("? IS NULL OR status = ?", status, status)
 
     def fact(self, fact_id: int) -> Fact:
@@ -202,14 +205,14 @@ class Store:
     def _fact(self, fact_id: int, x: str, before: str, target: str, paraphrases: str, *rest: Any) -> Fact:
         wordings = self.parsed(paraphrases, list)
         if not all(isinstance(text, str) for text in (x, before, target, *wordings, *rest)):
-            raise self.damaged(f"fact {fact_id} holds something else than texts")
+            raise self.damaged(f"fact {fact_id} contains values that are not text")
         return Fact(fact_id, x, before, target, tuple(wordings), *rest)
 
     def active_ids(self) -> list[int]:
         return [i for (i,) in self._select("SELECT id FROM facts WHERE status = 'active' ORDER BY id")]
 
-    def active_like(self, x: str) -> int | None:
-        """The id of the active fact whose input is the same after normalising, if any."""
+    def active_with_input(self, x: str) -> int | None:
+        """Returns the id of the active fact whose input is the same after normalising, if any."""
         found = self.db.execute("SELECT id FROM facts WHERE form = ? AND status = 'active'", (normalize(x),)).fetchone()
         return found[0] if found else None
 
@@ -281,7 +284,7 @@ class Store:
         return {name: tensors["C"] for name, tensors in found.items()}
 
     def cached(self, name: str) -> tuple[list[int], dict[str, Tensor]] | None:
-        """Cached tensors, with the ids of the facts that they were computed from."""
+        """Returns cached tensors, with the ids of the facts that they were computed from."""
         found = self._select("SELECT facts, tensors FROM cache WHERE name = ?", name)
         return (self._ids(found[0][0]), self.unpack(found[0][1])) if found else None
 
@@ -292,7 +295,7 @@ class Store:
     def _ids(self, text: object) -> list[int]:
         found = self.parsed(text, list)
         if not all(isinstance(one, int) for one in found):
-            raise self.damaged("a list of facts holds something else than their numbers")
+            raise self.damaged("a list of facts contains values that are not fact numbers")
         return found
 
     def put_cached(self, name: str, fact_ids: list[int], tensors: Mapping[str, Tensor]) -> None:

@@ -31,7 +31,10 @@ Totals = dict[str, Tensor]  # "K:key" KᵀK (in, in) and "V:weight" KᵀV (in, o
 
 
 def choose_units(model: TaskModel, covariance: Covariance) -> dict[str, Tensor]:
-    """Units for each dimension of K and for each weight's V, from the root mean squares of inputs and outputs."""
+    """Chooses the unit of each dimension of K and of each weight's V.
+
+    It is a small fraction of the root mean square of the inputs or outputs, rounded down to a power of two.
+    """
     units: dict[str, Tensor] = {}
     for key, C in covariance.moments.items():
         square = C.diagonal().double()
@@ -47,8 +50,8 @@ def _power_of_two(values: Tensor) -> Tensor:
     return torch.exp2(values.log2().floor())
 
 
-def grid_rows(model: TaskModel, patch: Patch, covariance: Covariance, units: Units) -> Rows:
-    """The rows of one fact's patch, computed on their own so that no other fact changes them."""
+def quantized_rows(model: TaskModel, patch: Patch, covariance: Covariance, units: Units) -> Rows:
+    """Computes the rows of one fact's patch, rounded to whole units, independently of other facts."""
     problem = Problem.of(model, [patch], covariance, {})
     found: dict[str, list[Tensor]] = {}
 
@@ -85,7 +88,7 @@ def add_to_totals(totals: Totals, facts: Iterable[Rows], readers: Mapping[str, s
 def solve_rows(
     model: TaskModel, facts: Sequence[Rows], units: Units, covariance: Covariance, ridge: Mapping[str, float]
 ) -> dict[str, Delta]:
-    """The merge of a few facts, as factors where these are small."""
+    """Computes the merge of a few facts, as factors where these are small."""
     by_key = _by_key(covariance, {name for rows in facts for name in rows})
     deltas: dict[str, Delta] = {}
     for key, names in by_key.items():
@@ -104,7 +107,7 @@ def solve_rows(
 def solve_totals(
     model: TaskModel, totals: Totals, facts: int, units: Units, covariance: Covariance, ridge: Mapping[str, float]
 ) -> dict[str, Delta]:
-    """The merge of all facts in the totals."""
+    """Computes the merge of all facts in the totals."""
     deltas: dict[str, Delta] = {}
     for key, names in _by_key(covariance, totals).items():
         unit = units[f"K:{key}"]
@@ -116,7 +119,7 @@ def solve_totals(
 
 
 def _by_key(covariance: Covariance, names: Container[str]) -> dict[str, list[str]]:
-    """The weights among the names, grouped by the first weight that reads the same input."""
+    """Groups the weights among the names by the first weight that reads the same input."""
     found: dict[str, list[str]] = {}
     for name, key in covariance.readers.items():
         if f"V:{name}" in names:

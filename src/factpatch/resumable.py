@@ -87,7 +87,7 @@ class ResumableLines:
         return FileError(f"another run is writing {self.path}; wait until it ends, or choose another --output")
 
     def _seconds_before(self) -> float:
-        """The time that earlier runs took. A damaged file counts as none."""
+        """Reads how long earlier runs took; 0 if the file is damaged."""
         try:
             found = float(self._time.read_bytes())
         except (FileNotFoundError, ValueError):
@@ -108,9 +108,10 @@ class ResumableLines:
         return complete
 
     def _truncate(self, file: BinaryIO, most: int | None = None) -> int:
-        """Truncates the part file, which is open after its first line, to at most `most` lines, by default to chunks.
+        """Cuts the part file after `most` lines or, by default, after the last complete chunk.
 
-        Lines from the first damaged one on are removed, too. Returns the number of lines that are left.
+        In any case it is cut before the first damaged line. `file` has been read past its first line. Returns the
+        number of lines that are left.
         """
         done, end, last = 0, self._start, self._sum
         position, total = end, last
@@ -165,13 +166,13 @@ class ResumableLines:
 
 
 def _close(file: BinaryIO) -> None:
-    """Closes a file. What could not be written, because the disk is full, has been reported before."""
+    """Closes a file and ignores errors: a full disk has already been reported."""
     with suppress(OSError):
         file.close()
 
 
 def _chained(before: bytes, line: bytes) -> bytes:
-    """The checksum of a line, given that of the lines before it, as it stands at the beginning of the line."""
+    """Returns a line's checksum, which covers all lines before it too."""
     return hashlib.sha256(before + line).hexdigest()[: SUM - 1].encode() + b" "
 
 
@@ -181,12 +182,15 @@ def _without_links(path: str, flags: int) -> int:
 
 
 def _short(name: str) -> str:
-    """The name, or a short one made from it if a longer name for the part file would not be possible."""
+    """Shortens a name that is too long for a part file."""
     return name if len(os.fsencode(name)) < 240 else f"{name[:40]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
 
 
 def refuse_other_lines(path: Path, key: str) -> None:
-    """Raises a FileError if there is a file whose first line is not a JSON object with this key; it may be empty."""
+    """Raises a FileError for an existing file whose first line is not a JSON object with this key.
+
+    An empty file is accepted.
+    """
     if not path.exists():
         return
     with as_file_errors(path), path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Answers questions under the patches of the accepted facts, and remembers recent answers."""
+"""Answers questions under the patches of the accepted facts, and caches recent answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from factpatch.ledger_store import Fact
 from factpatch.models import TaskModel
 from factpatch.models.answers import Answer, best_answers, best_answers_patched
 
-REMEMBERED = 4096  # questions, and answers
+CACHED = 4096  # entries of each cache
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -34,7 +34,7 @@ class Answered:
 
 
 class Recent(OrderedDict[Key, Value], Generic[Key, Value]):
-    """The entries used last, up to a limit."""
+    """A cache of the most recently used entries."""
 
     def __init__(self, limit: int):
         super().__init__()
@@ -53,13 +53,16 @@ class Recent(OrderedDict[Key, Value], Generic[Key, Value]):
 
 
 class Answering:
-    """One model and one ledger. Remembered answers stay right: neither the model nor a recorded patch ever changes."""
+    """Answers questions with one model and one ledger.
+
+    Cached answers never become stale, because neither the model nor a recorded patch ever changes.
+    """
 
     def __init__(self, model: TaskModel, ledger: Ledger):
         self.model, self.ledger = model, ledger
-        self._facts_of: Recent[str, Fact | None] = Recent(REMEMBERED)  # of the active facts below
+        self._facts_of: Recent[str, Fact | None] = Recent(CACHED)  # by question, for the active facts below
         self._active: list[int] = []
-        self._answers: Recent[tuple[str, int | None], list[Answer]] = Recent(REMEMBERED)  # by question and fact
+        self._answers: Recent[tuple[str, int | None], list[Answer]] = Recent(CACHED)  # by question and fact
 
     def answer(self, asks: Sequence[Ask]) -> list[Answered]:
         """Answers each question under the patch of the accepted fact that it is about, or with the unedited model."""
@@ -76,7 +79,7 @@ class Answering:
         ]
 
     def _match(self, questions: Sequence[str]) -> dict[str, Fact | None]:
-        """The active fact that each question is about. Other processes may change the ledger at any time."""
+        """Finds the active fact that each question is about. Other processes may change the ledger at any time."""
         active = self.ledger.store.active_ids()
         if active != self._active:
             self._facts_of.clear()

@@ -47,7 +47,7 @@ async def result_of(future: Future[Result]) -> Result:
 
 
 def create_api(service: Service) -> FastAPI:
-    """The application with all routes of the API and its reference page at /docs."""
+    """Creates the application with all routes of the API and its reference page at /docs."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -126,7 +126,7 @@ def _ledger(service: Service) -> APIRouter:
 
     @router.get("/{fact}", response_model=schemas.FactHistory)
     async def fact(fact: int) -> Any:
-        """Everything that is recorded about one fact."""
+        """Show everything that is recorded about one fact."""
         found, history = await result_of(service.history(fact))
         return {"fact": found, "history": history}
 
@@ -143,12 +143,12 @@ def _downloads(service: Service) -> APIRouter:
 
     @router.get("/download/patch", response_class=Response)
     async def patch() -> Response:
-        """All accepted facts in one patch file."""
+        """Download all accepted facts in one patch file."""
         return _file(await result_of(service.merged_patch()), "facts.safetensors")
 
     @router.get("/download/adapter", response_class=Response)
     async def adapter(rank: int | None = None) -> Response:
-        """All accepted facts as a zipped LoRA adapter for PEFT, vLLM and llama.cpp.
+        """Download all accepted facts as a zipped LoRA adapter for PEFT, vLLM and llama.cpp.
 
         With `rank` 8, 16, 32, 64, 128, 256, 320 or 512, or if the facts need more than 512, the change is truncated;
         README.md in the archive says what that costs.
@@ -157,17 +157,17 @@ def _downloads(service: Service) -> APIRouter:
 
     @router.get("/download/ledger", response_class=Response)
     async def ledger() -> Response:
-        """A copy of the ledger."""
+        """Download a copy of the ledger."""
         return _file(await result_of(service.ledger_file()), "facts.db")
 
     @router.get("/facts/{fact}/patch", response_class=Response)
     async def fact_patch(fact: int) -> Response:
-        """The patch of one fact."""
+        """Download the patch of one fact."""
         return _file(await result_of(service.fact_patch(fact)), f"fact-{fact}.safetensors")
 
     @router.get("/proposals/{proposal}/patch", response_class=Response)
     async def proposal_patch(proposal: str) -> Response:
-        """The patch of a proposal."""
+        """Download the patch of a proposal."""
         return _file(await result_of(service.proposal_patch(proposal)), "proposal.safetensors")
 
     return router
@@ -183,7 +183,7 @@ async def _explain(request: Request, error: Exception) -> JSONResponse:
     if status is None:  # such as a FileError, whose message may name files of this machine
         log.error("%s", error)
         busy = isinstance(error, FileError) and "in use" in str(error)
-        return problem(503 if busy else 500, "the service could not do this; its log says why")
+        return problem(503 if busy else 500, "the service could not do this; see its log")
     headers = {"Retry-After": str(RETRY_SECONDS)} if status == 503 else None
     return problem(status, str(error), headers)
 
@@ -207,4 +207,4 @@ async def _explain_http(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _explain_unexpected(request: Request, error: Exception) -> JSONResponse:
-    return problem(500, "the service failed; its log says why")
+    return problem(500, "the service failed; see its log")

@@ -1,4 +1,4 @@
-"""Connections: how many there may be, and how long one may take to send the head of a request."""
+"""Limits the number of connections, and the time that one may take to send a request's headers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from factpatch.serve.limits import CONNECTIONS, HEAD_BYTES, HEAD_SECONDS
 
 
 class Connection(H11Protocol):
-    """Closes a connection that does not send the whole head of a request in time.
+    """Closes a connection that does not send all headers of a request in time.
 
-    uvicorn itself limits only the time between requests, so that anybody could hold connections open for ever.
+    uvicorn itself limits only the time between requests, so anybody could hold connections open for ever.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -45,7 +45,7 @@ class Connection(H11Protocol):
 
 
 def server_config(app: Any) -> uvicorn.Config:
-    """The settings of the web server."""
+    """Returns the settings of the web server."""
     return uvicorn.Config(
         app,
         http=Connection,
@@ -59,7 +59,7 @@ def server_config(app: Any) -> uvicorn.Config:
 
 
 def allow_connections() -> None:
-    """Raises the limit on open files as far as the system lets us: each connection is one."""
+    """Raises the limit on open files as far as the system permits: each connection is an open file."""
     try:
         import resource
     except ImportError:  # not on Unix

@@ -17,7 +17,7 @@ from factpatch.sharing import copy_ledger
 
 
 def patch_file(patch: Patch) -> bytes:
-    """A patch as the content of a .safetensors file."""
+    """Returns a patch as the content of a .safetensors file."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "patch.safetensors"
         patch.save(path)
@@ -25,7 +25,7 @@ def patch_file(patch: Patch) -> bytes:
 
 
 def adapter_file(patch: Patch, model: TaskModel, rank: int | None = None) -> bytes:
-    """A patch as a zipped PEFT adapter folder, whose README.md says what a lower rank costs.
+    """Returns a patch as a zipped PEFT adapter folder, whose README.md says what a lower rank costs.
 
     By default the adapter is exact, unless servers accept no adapter of its rank: then it is truncated.
     """
@@ -56,7 +56,7 @@ def _about(adapter: Adapter, patch: Patch, model: TaskModel) -> str:
 
 
 def ledger_file(ledger: Ledger) -> bytes:
-    """A consistent copy of the ledger's file, also while other processes write to it."""
+    """Returns a consistent copy of the ledger's file, even while other processes write to it."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "facts.db"
         copy_ledger(ledger.store.path, path)

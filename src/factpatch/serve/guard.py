@@ -1,4 +1,4 @@
-"""The first thing a request meets: allowed hosts, the token, the limits on size and rate, and security headers."""
+"""Checks every request first: its host, token, size and rate. Adds security headers to every response."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Guard:
         if self.token is None and request.url.hostname not in self.hosts:
             return problem(403, "this service answers on its own machine only; use http://127.0.0.1")
         if path.startswith(CLOSED):
-            return problem(404, "there is nothing here")
+            return problem(404, "this address is not available; see /docs")
         if path.startswith(COUNTED):
             client = request.client.host if request.client else "unknown"
             if seconds := self.rate.wait(client):
@@ -104,7 +104,7 @@ class Guard:
 
 
 def same_secret(given: str, expected: str) -> bool:
-    """Compares in constant time. Hashing first hides the length, and makes any text comparable."""
+    """Compares two secrets in constant time. Hashing first hides the length, and makes any text comparable."""
     return hmac.compare_digest(hashlib.sha256(given.encode()).digest(), hashlib.sha256(expected.encode()).digest())
 
 

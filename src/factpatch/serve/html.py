@@ -27,13 +27,13 @@ def section(number: str, title: str, text: str) -> str:
 
 
 def message(text: str, kind: str = "note") -> str:
-    """A note, a success or an error, which screen readers announce."""
+    """Shows a note, a success or an error, which screen readers announce."""
     role = "alert" if kind == "error" else "status"
     return f'<div class="fp-message fp-{kind}" role="{role}">{escape(text)}</div>'
 
 
 def answered(found: Answered) -> str:
-    """The best answers to a question, and where they come from."""
+    """Shows the best answers to a question, and where they come from."""
     fact = found.fact
     source = f"From fact {fact.id}: {fact.x}" if fact else "From the unedited model"
     asked = f'<p class="fp-asked">{escape(found.question)}</p>'
@@ -55,7 +55,7 @@ def _bars(answers: Sequence[Answer], wanted: str | None = None) -> str:
 
 
 def proposal(found: Proposal) -> str:
-    """Everything that was measured about a correction."""
+    """Shows everything that was measured about a correction."""
     own = found.question
     if found.success:
         verdict = message(f"It works: the model would say “{own.after[0].text}”.", "success")
@@ -103,7 +103,7 @@ def _table(rows: str, label: str = "After") -> str:
 
 
 def _controls(controls: Sequence[Control]) -> str:
-    """The sample of other questions: first what flips, then, folded, all the others."""
+    """Shows the sample of other questions: changed answers first, then the rest in a folded list."""
     flipped = [one for one in controls if one.flipped]
     lost = [one for one in flipped if one.in_scope]
     title = f"Other questions: {len(controls) - len(lost)} of {len(controls)} keep their answers"
@@ -133,7 +133,7 @@ def _controls(controls: Sequence[Control]) -> str:
 
 
 def _heat_map(weights: Sequence[WeightChange]) -> str:
-    """A grid of blocks by weights. Darker cells change more; each shows its size when pointed at."""
+    """Shows a grid of blocks by weights. Darker cells change more; hovering over one shows the size of its change."""
     cells: dict[tuple[str, str], float] = {}
     for one in weights:
         found = BLOCK.match(one.name)
@@ -168,7 +168,7 @@ def _short(name: str) -> str:
 
 
 def facts(found: Sequence[Fact], search: str) -> str:
-    """The accepted facts with a button to remove each, and what can be downloaded."""
+    """Shows the accepted facts with a button to remove each, and download links."""
     if not found:
         return message(
             "No accepted fact contains these words." if search.strip() else "No facts have been accepted yet."
@@ -192,7 +192,7 @@ def _fact(fact: Fact) -> str:
 
 
 def check(found: Check) -> str:
-    """The result of verifying the ledger."""
+    """Shows the result of verifying the ledger."""
     total = len(found.holding) + len(found.lost)
     text = (
         f"{len(found.holding)} of {total} facts hold in all their wordings; "

@@ -12,19 +12,19 @@ from factpatch.errors import InputError
 
 QUESTION_CHARS, ANSWER_CHARS, NOTE_CHARS = 500, 200, 500
 PARAPHRASES = 10  # per proposal
-HEAD_BYTES, HEAD_SECONDS = 16 << 10, 10  # of a request: its address and headers
+HEAD_BYTES, HEAD_SECONDS = 16 << 10, 10  # for the first line and headers of a request
 BODY_BYTES, BODY_SECONDS = 64 << 10, 30
-CONNECTIONS = 1000  # that may be open at the same time
+CONNECTIONS = 1000  # maximum open at the same time
 
 
 @dataclass(frozen=True)
 class Limits:
     """The limits that depend on how many people use the service."""
 
-    queue: int = 256  # requests that may wait
+    queue: int = 256  # maximum number of waiting requests
     requests_per_minute: int = 600  # per client address
-    proposals: int = 1000  # that may be open at the same time
-    proposal_bytes: int = 256 << 20  # of all open proposals' patches
+    proposals: int = 1000  # maximum open at the same time
+    proposal_bytes: int = 256 << 20  # maximum total size of the open proposals' patches
     proposal_seconds: float = 1800  # after which an open proposal expires
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class Limits:
 
 
 class RateLimiter:
-    """A token bucket per client: a minute's requests at once, refilled evenly. Remembers the latest clients only."""
+    """A token bucket per client, which holds a minute's requests and refills evenly. Tracks only recent clients."""
 
     CLIENTS = 10_000
 

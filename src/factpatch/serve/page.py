@@ -78,7 +78,7 @@ def _build(service: Service) -> gr.Blocks:
 
 
 async def _result(start: Callable[[], Future[Result]]) -> Result | str:
-    """The result of a request to the service, or the error as HTML to show in its place."""
+    """Returns the result of a request to the service, or the error as HTML to show in its place."""
     try:
         return await result_of(start())
     except FileError:
@@ -142,7 +142,7 @@ class CorrectTab:
             self.discard = gr.Button("Discard", min_width=120)
 
     def connect(self) -> None:
-        """Ties the buttons and the Enter key to what they do."""
+        """Connects the buttons and the Enter key to their handlers."""
         asked, answered = [self.question, self.with_facts], [self.answers, self.wordings]
         gr.on([self.ask.click, self.question.submit, self.with_facts.input], self.on_ask, asked, answered, **SHOWN)
         correction, shown = [self.question, self.target, self.wordings], [self.result, self.proposal_id, self.decide]
@@ -199,7 +199,7 @@ class FactsTab:
         self.facts = gr.HTML(elem_id="facts", js_on_load=REMOVE)
 
     def connect(self, refresh: list[Any]) -> None:
-        """Ties the components to what they do. The events in `refresh` show the facts anew."""
+        """Connects the components to their handlers. The events in `refresh` refresh the list."""
         gr.on([self.search.change, *refresh], self.on_search, [self.search], [self.facts], **QUIET)
         self.facts.click(self.on_remove, [self.search], [self.report, self.facts], **QUIET)
         self.verify.click(self.on_verify, None, [self.report], **SHOWN)

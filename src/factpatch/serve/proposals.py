@@ -1,4 +1,4 @@
-"""Proposals: corrections that have been tried but not accepted. Only who knows a proposal's id can see it."""
+"""Proposals: corrections that have been tried but not accepted. Only clients that know a proposal's id can see it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class WeightChange:
 
 
 def weight_changes(patch: Patch) -> list[WeightChange]:
-    """How much a patch changes each weight."""
+    """Returns how much a patch changes each weight."""
     entries = {name: delta.shape[0] * delta.shape[1] for name, delta in patch.deltas.items()}
     return [WeightChange(name, float(delta.norm()) / entries[name] ** 0.5) for name, delta in patch.deltas.items()]
 

@@ -38,24 +38,24 @@ class Questions:
         object.__setattr__(self, "_known", found)
 
     def spell(self, question: str) -> str:
-        """A known question exactly as the model was trained on it, any other as it was typed."""
+        """Returns a known question in its recorded spelling, any other as typed, without spaces around it."""
         return self._known.get(normalize(question), (question.strip(), 0))[0]
 
     def other_wordings(self, question: str) -> list[str]:
-        """Known wordings of the same question, those least like the usual one first."""
+        """Returns known wordings of the same question, those least like the usual one first."""
         if (found := self._known.get(normalize(question))) is None:
             return []
         return [text for text in reversed(self.groups[found[1]]) if normalize(text) != normalize(question)]
 
     def controls_besides(self, wordings: Sequence[str]) -> list[str]:
-        """The control questions that are not known wordings of these questions."""
+        """Returns the control questions that are not wordings of these questions."""
         forms = {normalize(text) for text in wordings}
         own = {self._known[form][1] for form in forms if form in self._known}
         return [x for x in self.controls if normalize(x) not in forms and self._known[normalize(x)][1] not in own]
 
 
 def world_questions(seed: int = 0) -> Questions:
-    """The questions of the embedded world."""
+    """Returns the questions of the embedded world."""
     facts = world.facts()
     groups = [[*fact.questions, *fact.held_out] for fact in facts]
     controls = [demo.question_of(fact) for fact in random.Random(seed).sample(facts, CONTROLS)]
@@ -66,7 +66,7 @@ def world_questions(seed: int = 0) -> Questions:
 
 
 def read_questions(path: str | Path, seed: int = 0) -> Questions:
-    """The questions of a revision file."""
+    """Reads the questions of a revision file."""
     revisions = list(read_revisions(path))
     if not revisions:
         raise InputError(f"{path} has no inputs; give a file of questions that users ask, such as a revision file")

@@ -74,7 +74,7 @@ def _kind(field: dict[str, Any]) -> str:
 
 
 def _example(path: str, method: str, body: dict[str, Any] | None, schemas: dict[str, Any]) -> str:
-    """A curl command that sends the fields without a default."""
+    """Returns a curl command that sends the required fields."""
     command = f"curl -X {method.upper()} http://127.0.0.1:7860{path.replace('{fact}', '1')}"
     if body is None:
         return command

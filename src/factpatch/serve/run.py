@@ -31,7 +31,7 @@ def quiet_gradio() -> None:
 
 
 def check_exposure(host: str, token: str | None) -> None:
-    """Refuses to listen to other machines without a token, and tokens that are easy to guess."""
+    """Raises an InputError if other machines could connect without a token, or if the token is too short."""
     if token is not None and len(token) < TOKEN_CHARS:
         raise InputError(f"the token has {len(token)} characters, expected at least {TOKEN_CHARS}; choose a longer one")
     if token is None and not _is_loopback(host):
@@ -46,7 +46,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def create_app(service: Service, token: str | None = None):
-    """The complete ASGI application."""
+    """Creates the complete ASGI application."""
     quiet_gradio()
     from factpatch.serve.api import create_api
     from factpatch.serve.guard import Guard

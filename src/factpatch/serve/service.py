@@ -97,7 +97,7 @@ class Service:
         others.pop(normalize(spelled), None)
         correction = Correction(spelled, target.strip(), tuple(others.values()))
         made = self._worker.submit(self._corrections, correction)
-        # Trying a patch takes longer than making it, so that questions get their turn in between.
+        # Trying a patch is slow, so it is queued separately: questions can be answered in between.
         return chained(made, lambda patch: self._worker.submit(self._tries, (correction, patch)))
 
     def _patch_all(self, corrections: list[Correction]) -> list[Patch | FactpatchError]:
@@ -115,9 +115,9 @@ class Service:
     def _refusal(self, correction: Correction) -> FactpatchError | None:
         active = next((fact for fact in self._ledger.facts() if same(fact.x, correction.question)), None)
         if active is not None and same(active.target, correction.target):
-            return InputError(f"this is accepted already, as fact {active.id}")
+            return InputError(f"this fact was already accepted as fact {active.id}; nothing to do")
         if active is not None and same(active.before, correction.target):
-            return InputError(f"the unedited model says this already; remove fact {active.id} to get it back")
+            return InputError(f"this is already the unedited model's answer; remove fact {active.id} to get it back")
         try:
             for text in correction.paraphrases:
                 self.model.check_input(text)
@@ -146,7 +146,7 @@ class Service:
     # The ledger
 
     def facts(self, search: str = "", active_only: bool = True) -> Future[list[Fact]]:
-        """The recorded facts that contain all words of the search, newest first."""
+        """Returns the recorded facts that contain all words of the search, newest first."""
 
         def found() -> list[Fact]:
             facts = self._ledger.facts("active" if active_only else None)
@@ -179,8 +179,8 @@ class Service:
         facts = self._ledger.facts()
         texts = {text: fact for fact in facts for text in (fact.x, *fact.paraphrases)}
         controls = self.questions.controls_besides(list(texts))
-        remembering_nothing = Answering(self.model, self._ledger)
-        answered = remembering_nothing.answer([Ask(text, with_facts=True) for text in [*texts, *controls]])
+        uncached = Answering(self.model, self._ledger)
+        answered = uncached.answer([Ask(text, with_facts=True) for text in [*texts, *controls]])
         says = {found.question: found.answers[0].text for found in answered}
         wrong = {fact.id for text, fact in texts.items() if not same(says[text], fact.target)}
         unchanged = sum(same(says[text], self._trials.control_answers[text]) for text in controls)
@@ -190,18 +190,18 @@ class Service:
     # Downloads
 
     def merged_patch(self) -> Future[bytes]:
-        """All accepted facts in one patch file."""
+        """Returns all accepted facts in one patch file."""
         return self._worker.call(lambda: patch_file(self._merged()))
 
     def merged_adapter(self, rank: int | None = None) -> Future[bytes]:
-        """All accepted facts as one zipped PEFT adapter."""
+        """Returns all accepted facts as one zipped PEFT adapter."""
         check_rank(rank)
         return self._worker.call(lambda: adapter_file(self._merged(), self.model, rank))
 
     def fact_patch(self, fact_id: int) -> Future[bytes]:
         def packed() -> bytes:
             if (fact := self._fact(fact_id)).status != "active":
-                raise UnknownError(f"fact {fact_id} is not active, so it has no patch")
+                raise UnknownError(f"fact {fact_id} is not active, so it has no patch; choose an active fact")
             return patch_file(self._ledger.patch_of(fact))
 
         return self._worker.call(packed)

@@ -28,7 +28,7 @@ class Correction:
 
 
 class Trials:
-    """Tries patches. What the unedited model makes of the control questions is computed once."""
+    """Tries patches. The unedited model's answers to the control questions are computed once."""
 
     def __init__(self, model: TaskModel, scope: Scope, questions: Questions, answering: Answering):
         self.model, self.scope, self.questions, self.answering = model, scope, questions, answering
@@ -56,7 +56,7 @@ class Trials:
         return [ranked[0] for ranked in self.model.candidates_encoded(encoded, count=1)]
 
     def _in_scope(self, wordings: list[str], controls: Sequence[str]) -> list[bool]:
-        """Whether each control question would be taken for one about the corrected fact."""
+        """Decides for each control question whether the scope takes it to be about the corrected fact."""
         if not controls:
             return []
         index = copy.copy(self.scope).index([wordings])

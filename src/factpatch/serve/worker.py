@@ -40,7 +40,7 @@ class _Job:
 
 
 class Worker:
-    """Runs requests in one thread, the oldest first, together with others of its kind that wait."""
+    """Runs requests in one thread: the oldest first, together with waiting requests of the same kind."""
 
     def __init__(self, limit: int):
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -94,7 +94,7 @@ class Worker:
 
 
 def chained(first: Future[Request], then: Callable[[Request], Future[Result]]) -> Future[Result]:
-    """A future for what follows the first one: another request, which waits for its own turn."""
+    """Returns a future for a second request, which is queued when the first is done."""
     last: Future[Result] = Future()
 
     def copy(done: Future[Result]) -> None:
@@ -107,7 +107,7 @@ def chained(first: Future[Request], then: Callable[[Request], Future[Result]]) -
             return
         try:
             then(done.result()).add_done_callback(copy)
-        except BaseException as error:  # of the first request, or because the queue is full
+        except BaseException as error:  # the first request failed, or the queue is full
             last.set_exception(error)
 
     first.add_done_callback(go_on)
@@ -119,8 +119,8 @@ def _run(handler: Handler[Any, Any], group: list[_Job]) -> None:
         return
     try:
         results = handler.run([job.request for job in group])
-    except Exception as error:  # whatever it is, the client must hear of it, and the thread must go on
-        if len(group) > 1:  # find out whose request it was: it must not fail those of others
+    except Exception as error:  # any error is reported to the client, and the thread continues
+        if len(group) > 1:  # retry one by one, so that one bad request does not fail the others
             for job in group:
                 _run(handler, [job])
             return

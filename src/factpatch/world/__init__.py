@@ -59,17 +59,20 @@ def ask(wording: str, subject: str) -> str:
 
 @cache
 def relations() -> dict[str, Relation]:
+    """Reads the relations by name."""
     found = json.loads((FOLDER / "relations.json").read_text(encoding="utf-8"))
     return {name: Relation(tuple(one["wordings"]), tuple(one["held_out"])) for name, one in found.items()}
 
 
 @cache
 def facts() -> tuple[Fact, ...]:
+    """Reads the facts as they were on 1 January 2018."""
     return tuple(Fact(line["relation"], line["subject"], line["answer"]) for line in _lines("facts.jsonl"))
 
 
 @cache
 def changes() -> tuple[Change, ...]:
+    """Reads the changes since 2018."""
     known = {(fact.relation, fact.subject): fact for fact in facts()}
     return tuple(
         Change(known[line["relation"], line["subject"]], line["after"], line["year"], line["source"])
