@@ -41,7 +41,7 @@ def demo(
 ) -> None:
     """Correct the facts in the embedded model that have changed since 2018, one at a time and then all together.
 
-    Measures how many edits succeed and how many other answers change. Takes about 25 seconds on two cores.
+    Measures how many edits succeed and how many other answers change. Takes about 15 seconds on two cores.
 
     Example: factpatch demo --fact "What is the capital of Australia?" Sydney
     """
