@@ -175,24 +175,25 @@ def test_models(part: int, folders: Path, name: str, number: int, other: int, ne
 # Scopes and covariances
 
 
+def damaged_copy(source: Path, target: Path, number: int, new: Any, damage: Any) -> Path:
+    """Copies a file of tensors with one value changed and, with `damage`, some bytes."""
+    write_changed(target, load_file(source), metadata_of(source), number, new)
+    if damage and target.exists():
+        target.write_bytes(damage(target.read_bytes()))
+    return target
+
+
 @fuzzed(number=OURS, new=NEW, damage=st.none() | damages())
 def test_scopes(part: int, whole: Path, bert: TaskModel, number: int, new: Any, damage: Any) -> None:
     with only_our_errors() as folder:
-        path = folder / "file"
-        write_changed(path, load_file(whole / "scope"), metadata_of(whole / "scope"), number, new)
-        if damage and path.exists():
-            path.write_bytes(damage(path.read_bytes()))
+        path = damaged_copy(whole / "scope", folder / "file", number, new, damage)
         Scope.load(path, bert).index([QUESTIONS[0]]).match(QUESTIONS)
 
 
 @fuzzed(number=OURS, new=NEW, damage=st.none() | damages())
 def test_covariances(part: int, whole: Path, bert: TaskModel, number: int, new: Any, damage: Any) -> None:
     with only_our_errors() as folder:
-        path = folder / "file"
-        write_changed(path, load_file(whole / "covariance"), metadata_of(whole / "covariance"), number, new)
-        if damage and path.exists():
-            path.write_bytes(damage(path.read_bytes()))
-        found = Covariance.load(path)
+        found = Covariance.load(damaged_copy(whole / "covariance", folder / "file", number, new, damage))
         merge(bert, [Patch.load(whole / "patch")], covariance=found)
 
 

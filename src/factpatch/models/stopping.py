@@ -1,4 +1,4 @@
-"""Where a decoder's answer ends: at an end token or another special token, a line break or a full stop.
+"""Decides where a decoder's answer ends: at an end token or another special token, a line break or a full stop.
 
 A full stop does not end an answer inside a number (3.5), after a single letter (J. K. Rowling) or one or two digits
 (1. FC Köln), or after an abbreviation that usually precedes a name (St. Louis, Dr. Strangelove). Inside a word

@@ -30,7 +30,7 @@ ASKS_PER_BATCH, PATCHES_PER_BATCH = 64, 8
 
 @dataclass(frozen=True)
 class Check:
-    """Which accepted facts hold when the service is asked, and how many control questions keep their answers."""
+    """A check of the service: which accepted facts hold, and how many control questions keep their answers."""
 
     holding: list[Fact]
     lost: list[Fact]

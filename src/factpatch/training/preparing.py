@@ -33,7 +33,7 @@ COVARIANCE_INPUTS = 2000  # maximum number of control inputs from which a covari
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the steps of a run use."""
+    """Everything that the steps of a run use."""
 
     sampler: Sampler
     batcher: Batcher
