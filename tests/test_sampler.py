@@ -17,7 +17,7 @@ from factpatch.facts import normalize
 from factpatch.models import TaskModel
 from factpatch.training import TrainConfig
 from factpatch.training.batcher import Batcher
-from factpatch.training.sampler import Sampler
+from factpatch.training.sampler import Sampler, with_wordings
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,22 @@ def test_paraphrases_of_the_edited_input_are_no_control_inputs(known: list[Revis
 def test_a_pool_of_limited_size(known: list[Revision]) -> None:
     assert len(Sampler(known, TrainConfig()).pool) == 30
     assert len(Sampler(known, TrainConfig(control_pool=7)).pool) == 7
+
+
+def test_a_fact_in_several_wordings(known: list[Revision]) -> None:
+    config = TrainConfig(wordings=2)
+    found = with_wordings(known, config)
+    assert len(found) == len(known) + sum(bool(r.rephrases) for r in known)
+    assert with_wordings(known, config) == found
+    originals = {r.id: r for r in known}
+    for revision in found:
+        original = originals[revision.id]
+        assert own_forms(revision) == own_forms(original)
+        assert revision.input == original.input or original.input in revision.rephrases
+        assert revision.input in (original.input, *original.rephrases)
+        assert revision.prediction == original.prediction
+    assert with_wordings(known, TrainConfig(wordings=1)) == known
+    assert with_wordings(known, TrainConfig(wordings=9, paraphrases="none")) == known
 
 
 def test_revisions_that_cannot_be_trained_on(bert: TaskModel, known: list[Revision]) -> None:

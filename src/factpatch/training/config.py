@@ -29,7 +29,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 MIXTURES = ("targets", "others")  # settings that may name several choices
 POSITIVE = (
     *("p", "margin", "margin_floor", "lp_margin", "lp_margin_floor", "margin_factor", "updates", "edits", "split"),
-    *("together", "multiplier", "ridge"),
+    *("together", "multiplier", "ridge", "wordings"),
     *("rows", "max_tokens", "steps", "lr", "multiplier_lr", "holdout", "validations", "validation_edits"),
     *("validation_inputs", "validation_share", "final_edits", "final_inputs", "control_pool", "minutes", "clip"),
 )
@@ -61,6 +61,7 @@ class TrainConfig:
     multiplier: float | None = None  # constant weight of the constraints; None means multipliers that follow the margin
     paraphrases: str = "generated"  # paraphrases to learn from: generated, human, all or none
     paraphrase_rows: int = 1  # paraphrases drawn per edit
+    wordings: int = 1  # wordings per fact that are edited and serve as control inputs: its own, and some paraphrases
     label_smoothing: float = 0.0  # of the edit loss
     targets: tuple[str, ...] = ("beam",)  # kinds of answers to edit to, drawn with equal chance: see data/targets.py
     ridge: float | None = None  # λ of the least-squares form of updates; None leaves updates unchanged

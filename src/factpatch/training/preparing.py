@@ -22,7 +22,7 @@ from factpatch.training.batcher import Batcher
 from factpatch.training.config import TrainConfig, editor_config_class
 from factpatch.training.controls import prepare_controls
 from factpatch.training.objective import Objective
-from factpatch.training.sampler import Indices, Sampler
+from factpatch.training.sampler import Indices, Sampler, with_wordings
 from factpatch.training.step import Learner
 from factpatch.training.together import MergedGradients
 from factpatch.training.unedited import unedited_outputs
@@ -93,7 +93,7 @@ def prepare(
 
     `calibrate` must be set for new editors. `on_stage` is called with the progress.
     """
-    revisions = teachable(model, revisions)
+    revisions = with_wordings(teachable(model, revisions), config)
     targets = find_targets(model, revisions, config.targets, config.seed)
     sampler = Sampler(revisions, config, targets)
     if calibrate:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -192,3 +193,27 @@ def training_paraphrases(revision: Revision, config: TrainConfig) -> tuple[str, 
         "all": revision.rephrases + revision.human_rephrases,
         "none": (),
     }[config.paraphrases]
+
+
+def with_wordings(revisions: Sequence[Revision], config: TrainConfig) -> list[Revision]:
+    """Returns each revision in up to `wordings` wordings: its own, and some of its paraphrases in its place.
+
+    The model has often been fitted on the inputs, but hardly ever on their paraphrases. Edits of paraphrases, and
+    paraphrases as control inputs, are therefore more like the inputs that the editor will meet later.
+    """
+    found: list[Revision] = []
+    for number, revision in enumerate(revisions):
+        texts = list(dict.fromkeys(training_paraphrases(revision, config)))
+        rng = random.Random(f"{config.seed}/wordings/{number}")
+        chosen = rng.sample(texts, min(config.wordings - 1, len(texts)))
+        found += [revision, *(_reworded(revision, text) for text in chosen)]
+    return found
+
+
+def _reworded(revision: Revision, text: str) -> Revision:
+    """Returns a revision whose input and one of its paraphrases have changed places."""
+    swapped = {
+        kind: tuple(revision.input if one == text else one for one in getattr(revision, kind))
+        for kind in ("rephrases", "human_rephrases")
+    }
+    return replace(revision, input=text, **swapped)
