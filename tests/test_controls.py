@@ -78,7 +78,7 @@ def test_mixtures(model: TaskModel, known: list[Revision]) -> None:
     sampler = Sampler(known, config)
     weights = np.zeros(len(sampler.pool))
     weights[:2] = 1
-    sampler.prefer(weights)
+    sampler.weights = weights
     sampler.near = look_alikes(model, known, sampler)
     plan = sampler.plan(0)
     uniform, near, unsure = np.split(plan.controls, 3, axis=1)

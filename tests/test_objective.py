@@ -66,8 +66,13 @@ def written_out(
 
 
 def prepared(model: TaskModel, known: list[Revision], config: TrainConfig) -> tuple[Sampler, Batcher]:
+    """A sampler, and a batcher whose rows run in two groups."""
     known = teachable(model, known)
-    return Sampler(known, config), Batcher(model, loud_editor(model), known, config)
+    sampler, batcher = Sampler(known, config), Batcher(model, loud_editor(model), known, config)
+    sampler.sort_pool(batcher.control_lengths(sampler.pool))
+    (columns,) = batcher.column_groups
+    batcher.column_groups = [columns[2:], columns[:2]]
+    return sampler, batcher
 
 
 def objective_of(model: TaskModel, config: TrainConfig, sampler: Sampler, batcher: Batcher) -> Objective:

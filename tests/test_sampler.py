@@ -50,12 +50,12 @@ def test_control_inputs_are_drawn_in_proportion_to_their_weights(known: list[Rev
     config = TrainConfig(edits=30, rows=22, others=("unsure",))
     sampler, again = Sampler(known, config), Sampler(known, config)
     weights = np.linspace(0, 1, len(sampler.pool))
-    sampler.prefer(weights)
+    sampler.weights = weights
     drawn = np.concatenate([sampler.plan(step).controls.ravel() for step in range(50)])
     shares = np.bincount(drawn, minlength=30)[sampler.pool] / len(drawn)
     # 30,000 draws: a share's standard error is at most 0.0014; the edited ones are replaced by their neighbours.
     assert shares == pytest.approx(weights / weights.sum(), abs=0.008)
-    again.prefer(7 * weights)
+    again.weights = 7 * weights
     assert np.array_equal(again.plan(3).controls, sampler.plan(3).controls)
 
 
@@ -82,6 +82,22 @@ def test_paraphrases_of_the_edited_input_are_no_control_inputs(known: list[Revis
         plan = sampler.plan(step)
         for number, controls in zip(plan.edited, plan.controls, strict=True):
             assert not own_forms(records[number]) & {normalize(records[n].input) for n in controls}
+
+
+def test_columns_of_control_inputs_have_similar_lengths(bert: TaskModel, known: list[Revision]) -> None:
+    """Each input is still drawn equally often."""
+    config = TrainConfig(edits=30, rows=7)
+    sampler, batcher = Sampler(known, config), Batcher(bert, loud_editor(bert), known, config)
+    lengths = batcher.control_lengths(np.arange(len(known)))
+    assert lengths.tolist() == [length + 1 for length in bert.lengths([r.input for r in known])]
+    sampler.sort_pool(batcher.control_lengths(sampler.pool))
+    controls = np.concatenate([sampler.plan(step).controls for step in range(200)])
+    # An edited input is replaced by the next longer one, the longest by the shortest: hence no minimum.
+    short, longest = np.quantile(lengths[controls], 0.1, axis=0), lengths[controls].max(0)
+    assert (longest[:-1] <= short[1:] + 1).all()
+    assert longest[0] < longest[-1]
+    # 30,000 draws: a share's standard error is about 0.001; edited inputs are replaced by their neighbours.
+    assert np.bincount(controls.ravel()) / controls.size == pytest.approx(1 / 30, abs=0.005)
 
 
 def test_a_pool_of_limited_size(known: list[Revision]) -> None:
@@ -132,15 +148,16 @@ def test_rows_of_a_batch(bert: TaskModel, known: list[Revision]) -> None:
     config = TrainConfig(edits=3, rows=5)
     plan = Sampler(known, config).plan(0)
     batch = Batcher(bert, loud_editor(bert), known, config).batch(plan, 3)
-    texts = texts_of(bert, batch.rows.inputs["input_ids"])
+    (rows,) = batch.row_groups
+    texts = texts_of(bert, rows.inputs["input_ids"])
     for e, number in enumerate(plan.edited):
         revision, own = known[number], texts[5 * e : 5 * e + 5]
         assert own[0] == revision.input
         paraphrase = plan.paraphrases[e, 0]
         assert own[1] == (revision.rephrases[paraphrase] if paraphrase >= 0 else revision.input)
         assert own[2:] == [known[n].input for n in plan.controls[e]]
-    assert batch.edit_targets.positions.tolist() == [0, 1, 5, 6, 10, 11]
-    assert batch.control_targets.positions.tolist() == [2, 3, 4, 7, 8, 9, 12, 13, 14]
+    assert rows.target_positions is not None
+    assert rows.target_positions.tolist() == [0, 1, 5, 6, 10, 11, 2, 3, 4, 7, 8, 9, 12, 13, 14]
     wanted = [known[n].alternatives[a] for n, a in zip(plan.edited, plan.targets, strict=True)]
     assert batch.edit_targets.labels.tolist() == [label for label in bert.encode_targets(wanted) for _ in range(2)]
     kept = bert.encode_targets([known[n].prediction for n in plan.controls.ravel()])
@@ -152,7 +169,8 @@ def test_a_revision_without_paraphrases_learns_from_its_input(bert: TaskModel, k
     config = TrainConfig(edits=4, rows=6, paraphrase_rows=2)
     plan = Sampler(bare, config).plan(0)
     assert (plan.paraphrases == -1).all()
-    texts = texts_of(bert, Batcher(bert, loud_editor(bert), bare, config).batch(plan, 4).rows.inputs["input_ids"])
+    (rows,) = Batcher(bert, loud_editor(bert), bare, config).batch(plan, 4).row_groups
+    texts = texts_of(bert, rows.inputs["input_ids"])
     for e, number in enumerate(plan.edited):
         assert texts[6 * e : 6 * e + 3] == [bare[number].input] * 3
 

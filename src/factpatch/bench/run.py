@@ -114,11 +114,13 @@ def bench_train(
     ways: dict[str, Callable[[], object]] = {
         "step": lambda: learner.step(parts),
         "reference": lambda: published_step(editor, model, one, kept_of_one, optimizer),
-        "limit": lambda: [forward_and_back(model, model.model, part.rows) for part in parts],
+        "limit": lambda: [forward_and_back(model, model.model, rows) for part in parts for rows in part.row_groups],
     }
     if model.device.type == "cuda":
         compiled = torch.compile(model.model)
-        ways["compiled_limit"] = lambda: [forward_and_back(model, compiled, part.rows) for part in parts]
+        ways["compiled_limit"] = lambda: [
+            forward_and_back(model, compiled, rows) for part in parts for rows in part.row_groups
+        ]
         ways["compiled_limit"]()
         torch.cuda.reset_peak_memory_stats(model.device)
     medians: dict[str, float] = {}

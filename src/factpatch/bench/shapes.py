@@ -143,10 +143,11 @@ def split_step(batch: StepBatch, edits: int, parts: int) -> list[StepBatch]:
     start = 0
     for part in torch.arange(edits).chunk(parts):
         count = len(part)
-        mine, own_rows = slice(start, start + count), len(batch.rows) // edits
+        (rows,) = batch.row_groups
+        mine, own_rows = slice(start, start + count), len(rows) // edits
         inside = slice(start * own_rows, (start + count) * own_rows)
         first = start * len(batch.control_targets.labels) // edits
-        found.append(_step(batch.edit_batch.part(mine), batch.rows.part(inside), count, first, count / edits))
+        found.append(_step(batch.edit_batch.part(mine), rows.part(inside), count, first, count / edits))
         start += count
     return found
 
@@ -167,13 +168,13 @@ def _step(edit_batch: EditBatch, batch: Rows, edits: int, first: int, share: flo
 
     return StepBatch(
         edit_batch,
-        Rows(batch.inputs, labels, torch.cat([edit, keep])),
-        Targets(labels.flatten()[edit], weights(edit), edit),
-        ControlTargets(
-            labels.flatten()[keep], weights(keep), keep, first + torch.arange(len(keep), device=keep.device)
-        ),
+        (Rows(batch.inputs, labels, torch.cat([edit, keep])),),
+        Targets(labels.flatten()[edit], weights(edit)),
+        ControlTargets(labels.flatten()[keep], weights(keep), first + torch.arange(len(keep), device=keep.device)),
     )
 
 
 def kept_features(model: TaskModel, batch: StepBatch) -> Tensor:
-    return model.features(Rows(batch.rows.inputs, batch.rows.labels, batch.control_targets.positions))
+    """Computes the unedited model's features at the control positions of a random training batch."""
+    (rows,) = batch.row_groups
+    return model.features(rows)[len(batch.edit_targets.labels) :]

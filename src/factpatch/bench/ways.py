@@ -58,9 +58,11 @@ def published_step(
     editor: HyperNetwork, model: TaskModel, batch: StepBatch, kept: Tensor, optimizer: torch.optim.Optimizer
 ) -> None:
     """Runs one training step of the published code, from gradients to optimizer: one edit, with dense updates."""
-    logits = published_edit(editor, model, batch.edit_batch, batch.rows).float().flatten(0, -2)
-    loss = F.cross_entropy(logits[batch.edit_targets.positions], batch.edit_targets.labels)
-    divergence = kl(model.scores(kept), logits[batch.control_targets.positions]).mean()
+    (rows,) = batch.row_groups
+    logits = published_edit(editor, model, batch.edit_batch, rows).float().flatten(0, -2)[rows.target_positions]
+    edit_logits, control_logits = logits.split([len(batch.edit_targets.labels), len(kept)])
+    loss = F.cross_entropy(edit_logits, batch.edit_targets.labels)
+    divergence = kl(model.scores(kept), control_logits).mean()
     optimizer.zero_grad()
     (loss + divergence).backward()
     optimizer.step()

@@ -11,18 +11,20 @@ inputs. Only target positions count: the class of a row, or the tokens of its an
              ...
 
     edit_batch        (E rows)    what the editor reads: each x with its new answer, and the edit as one text
-    rows              (E·R rows)  the texts above, edit by edit, with the answers as labels
-    edit_targets      (positions) a b a b c ...   each with its label, its position in `rows` and its weight
+    row_groups        (E·R rows)  the texts above, with the answers as labels, in groups of similar length
+    edit_targets      (positions) a b a b c ...   each with its label and its weight
     control_targets   (positions) p q r s ...     also with its index in the table of unedited outputs
 
-A position is numbered row · width + token, where width is the number of answer tokens in a row, padding included. The
-weights are shares of a mean over tokens, then rows, then edits, so that a sum over positions is that mean.
+Each group of rows is one forward pass, so that short texts need not be padded to the length of the longest one. The
+first group has each edit's input, paraphrases and longest control inputs, the others have the shorter control inputs
+(columns.py). The weights are shares of a mean over tokens, then rows, then edits, so that a sum over positions is that
+mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -37,11 +39,12 @@ from factpatch.editors import Condition, EditBatch, TrainableEditor
 from factpatch.facts import FactEdit
 from factpatch.models import Rows, TaskModel
 from factpatch.models.rows import NO_TARGET, Encoded, padded
+from factpatch.training.columns import TOKENS_PER_PASS, group_columns
 from factpatch.training.config import TrainConfig
 from factpatch.training.sampler import Indices, Plan, training_paraphrases
 
 # Widths are rounded up to multiples of these where steps are recorded as CUDA graphs, one for each set of shapes.
-TEXT_STEP, TARGET_STEP = 16, 4
+TEXT_STEP, TARGET_STEP = 8, 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,6 @@ class Targets:
 
     labels: Tensor  # (positions,)  the class or token wanted
     weights: Tensor  # (positions,)  shares of a mean over tokens, rows and edits
-    positions: Tensor  # (positions,)  row · width + token
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ class StepBatch:
     """The tensors of one step, or of a part of one."""
 
     edit_batch: EditBatch  # what the editor reads
-    rows: Rows  # (edits·rows, tokens); its target positions are those of edit_targets, then of control_targets
+    # (edits·columns, tokens) each, edit by edit. The target positions of all groups, one group after the other, are
+    # those of edit_targets and then those of control_targets.
+    row_groups: tuple[Rows, ...]
     edit_targets: Targets
     control_targets: ControlTargets
 
@@ -76,6 +80,9 @@ class _RowChoice:
     targets: Indices
     weights: NDArray[np.float64]  # shares of a mean over the edit's rows
     unedited_start: Indices  # index of the row's first position in the table of unedited outputs; 0 if it has none
+
+    def columns(self, chosen: Indices) -> _RowChoice:
+        return _RowChoice(**{name: values[:, chosen] for name, values in vars(self).items()})
 
 
 class Batcher:
@@ -118,6 +125,7 @@ class Batcher:
         lengths = self.target_lengths[self.kept.flat]
         self.unedited_starts = np.cumsum(lengths) - lengths  # of each kept target
         self.unedited_size = int(lengths.sum())  # positions in the table of unedited outputs
+        self.column_groups = [np.arange(config.controls_per_edit * config.candidates)]
 
     def _encode_targets(self, model: TaskModel, targets: list[str]) -> None:
         encoded = model.encode_targets(targets)
@@ -126,35 +134,60 @@ class Batcher:
         self.target_lengths = np.array([len(target) for target in tokens])
         self.targets = padded(tokens, NO_TARGET, self.device)  # (targets, tokens)
 
+    def control_lengths(self, controls: Indices) -> Indices:
+        """Returns the number of tokens, of text and prediction together, of each control input."""
+        rows = self._control_rows(controls[:, None])
+        return (self.texts.lengths[rows.texts] + self.target_lengths[rows.targets])[:, 0]
+
+    def group_columns(self, plans: Sequence[Plan]) -> None:
+        """Chooses the groups of rows of all later batches, given a few typical plans."""
+        edits = [self._widths(self._edit_rows(plan, self.wanted.at(plan.edited, plan.targets))) for plan in plans]
+        controls = [self._widths(self._control_rows(plan.controls)) for plan in plans]
+        cost = TOKENS_PER_PASS.get(self.device.type, TOKENS_PER_PASS["cpu"]) / len(plans[0])
+        groups = self.config.length_groups
+        self.column_groups = group_columns(np.max(edits, 0), np.max(controls, 0), groups, cost)
+
+    def _widths(self, choice: _RowChoice) -> Indices:
+        """Returns the lengths of the longest text and the longest target of each column: (2, columns)."""
+        return np.stack([self.texts.lengths[choice.texts].max(0), self.target_lengths[choice.targets].max(0)])
+
     def batch(self, plan: Plan, total: int) -> StepBatch:
         """Builds the batch of a plan, which may be a part of a step.
 
         Weights are shares of a mean over the `total` edits of the step.
         """
         wanted = self.wanted.at(plan.edited, plan.targets)  # (edits,)
-        edit_rows = self._edit_rows(plan, wanted)
-        control_rows = self._control_rows(plan.controls)
-        texts = np.concatenate([edit_rows.texts, control_rows.texts], 1)  # (edits, rows)
-        labels = self._labels(np.concatenate([edit_rows.targets, control_rows.targets], 1).ravel())
-        numbers = np.arange(texts.size).reshape(texts.shape)  # of each row in the batch
-        edit_numbers, control_numbers = np.split(numbers, [edit_rows.texts.shape[1]], axis=1)
-        control_targets = self._fill(self._targets(control_rows, control_numbers, labels, total))
-        edit_targets = self._fill(self._targets(edit_rows, edit_numbers, labels, total))
-        positions = torch.cat([edit_targets.positions, control_targets.positions])
+        controls = self._control_rows(plan.controls)
+        longest, *others = (controls.columns(group) for group in self.column_groups)
+        rows, (edit_targets, first) = self._rows([self._edit_rows(plan, wanted), longest], total)
+        later = [self._rows([choice], total) for choice in others]
+        control_targets = [first, *(targets for _, (targets,) in later)]
         return StepBatch(
             edit_batch=self._edit_batch(plan, wanted),
-            rows=Rows(self.texts.pick(texts.ravel()), labels, positions),
-            edit_targets=Targets(edit_targets.labels, edit_targets.weights, edit_targets.positions),
-            control_targets=control_targets,
+            row_groups=(rows, *(rows for rows, _ in later)),
+            edit_targets=Targets(edit_targets.labels, edit_targets.weights),
+            control_targets=ControlTargets(
+                **{f.name: torch.cat([getattr(one, f.name) for one in control_targets]) for f in fields(ControlTargets)}
+            ),
         )
 
     def control_batch(self, controls: Indices) -> tuple[Rows, ControlTargets]:
         """Builds the rows of some control inputs, one after the other, to be run on the unedited model."""
-        choice = self._control_rows(controls[:, None])
-        labels = self._labels(choice.targets.ravel())
-        numbers = np.arange(choice.texts.size).reshape(choice.texts.shape)
-        targets = self._targets(choice, numbers, labels, total=1)
-        return Rows(self.texts.pick(choice.texts.ravel()), labels, targets.positions), targets
+        rows, (targets,) = self._rows([self._control_rows(controls[:, None])], total=1)
+        return rows, targets
+
+    def _rows(self, choices: Sequence[_RowChoice], total: int) -> tuple[Rows, list[ControlTargets]]:
+        """Builds one group of rows, with the columns of all choices, and the targets of each choice."""
+        texts = np.concatenate([choice.texts for choice in choices], 1)  # (edits, columns)
+        labels = self._labels(np.concatenate([choice.targets for choice in choices], 1).ravel())
+        numbers = np.arange(texts.size).reshape(texts.shape)  # of each row in the group
+        ends = np.cumsum([choice.texts.shape[1] for choice in choices])[:-1]
+        found = [
+            self._fill(*self._targets(choice, own, labels, total))
+            for choice, own in zip(choices, np.split(numbers, ends, axis=1), strict=True)
+        ]
+        positions = torch.cat([positions for positions, _ in found])
+        return Rows(self.texts.pick(texts.ravel()), labels, positions), [targets for _, targets in found]
 
     def _edit_batch(self, plan: Plan, wanted: Indices) -> EditBatch:
         conditions = self.conditions.at(plan.edited, plan.targets)
@@ -186,28 +219,33 @@ class Batcher:
             unedited_start=self.unedited_starts[kept].reshape(shape),
         )
 
-    def _targets(self, choice: _RowChoice, numbers: Indices, labels: Tensor, total: int) -> ControlTargets:
-        """Returns the target positions of some rows; `numbers` are the rows' indices in the batch."""
+    def _targets(
+        self, choice: _RowChoice, numbers: Indices, labels: Tensor, total: int
+    ) -> tuple[Tensor, ControlTargets]:
+        """Returns the target positions of some rows, numbered row · width + token, and what is wanted there.
+
+        `numbers` are the rows' indices in their group, and width is the number of answer tokens, padding included.
+        """
         width = 1 if self.classes else labels.shape[1]
         lengths = self.target_lengths[choice.targets.ravel()]
         row, token = np.nonzero(np.arange(width) < lengths[:, None])
         weights = choice.weights.ravel()[row] / lengths[row] / total
         positions = to_device(self.device, numbers.ravel()[row] * width + token)
-        return ControlTargets(
+        return positions, ControlTargets(
             labels=labels.flatten().index_select(0, positions),
             weights=to_device(self.device, weights.astype(np.float32)),
-            positions=positions,
             unedited_index=to_device(self.device, choice.unedited_start.ravel()[row] + token),
         )
 
-    def _fill(self, targets: ControlTargets) -> ControlTargets:
+    def _fill(self, positions: Tensor, targets: ControlTargets) -> tuple[Tensor, ControlTargets]:
         """Pads with positions of weight 0, so that there are few different shapes for CUDA graphs."""
-        count = len(targets.positions)
+        count = len(positions)
         missing = -count % max(1, 2 ** count.bit_length() // 8)
         if not self.few_shapes or self.classes or not missing:
-            return targets
+            return positions, targets
         filled = {name: F.pad(tensor, (0, missing)) for name, tensor in vars(targets).items()}
-        return replace(ControlTargets(**filled), labels=F.pad(targets.labels, (0, missing), value=NO_TARGET))
+        filled["labels"] = F.pad(targets.labels, (0, missing), value=NO_TARGET)
+        return F.pad(positions, (0, missing)), ControlTargets(**filled)
 
     def _labels(self, targets: Indices) -> Tensor:
         """Returns the labels of each row: (rows,) classes, or (rows, tokens)."""

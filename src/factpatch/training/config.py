@@ -29,7 +29,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 MIXTURES = ("targets", "others")  # settings that may name several choices
 POSITIVE = (
     *("p", "margin", "margin_floor", "lp_margin", "lp_margin_floor", "margin_factor", "updates", "edits", "split"),
-    *("together", "multiplier", "ridge", "wordings"),
+    *("together", "multiplier", "ridge", "wordings", "length_groups"),
     *("rows", "max_tokens", "steps", "lr", "multiplier_lr", "holdout", "validations", "validation_edits"),
     *("validation_inputs", "validation_share", "final_edits", "final_inputs", "control_pool", "minutes", "clip"),
 )
@@ -76,6 +76,7 @@ class TrainConfig:
     control_pool: int | None = None  # maximum number of different control inputs in a run
     max_tokens: int = 32  # longer inputs are truncated
     split: int = 1  # parts in which each step is run, to save memory
+    length_groups: int = 3  # maximum number of groups of rows of similar length, which saves padding
 
     # The optimizer
     steps: int = 6000

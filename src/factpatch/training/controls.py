@@ -24,6 +24,7 @@ from factpatch.training.unedited import OnShare, uncertainties
 NEAREST = 16  # nearest neighbours per revision
 SPARE = 8  # further ones, in place of neighbours that are the revision's own input or paraphrases
 ALIKE = 8  # control inputs drawn per revision with the same subject, and as many with the same relation
+TYPICAL_PLANS = 4  # plans from which the groups of a batch's rows are chosen
 QUERIES_PER_BATCH = 1024  # number of inputs that are compared with the whole pool at a time
 
 
@@ -40,9 +41,10 @@ def prepare_controls(
     if not config.controls_per_edit:
         return
     if "unsure" in config.others:
-        sampler.prefer(broadcast_from_first(uncertainties(model, batcher, sampler.pool, unedited, on_share)))
+        sampler.weights = broadcast_from_first(uncertainties(model, batcher, sampler.pool, unedited, on_share))
     if "near" in config.others:
         sampler.near = broadcast_from_first(look_alikes(model, revisions, sampler))
+    batcher.group_columns([sampler.plan(step) for step in range(TYPICAL_PLANS)])
 
 
 def look_alikes(model: TaskModel, revisions: Sequence[Revision], sampler: Sampler) -> Indices:

@@ -92,7 +92,7 @@ class _Graph:
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """Returns all tensors in nested dataclasses and dictionaries, in their order."""
+    """Returns all tensors in nested dataclasses, dictionaries and tuples, in their order."""
     if isinstance(batch, Tensor):
         return [batch]
     return [tensor for value in _parts(batch).values() for tensor in tensors_of(value)]
@@ -101,11 +101,15 @@ def tensors_of(batch: Any) -> list[Tensor]:
 def _copied(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch.clone()
+    if isinstance(batch, tuple):
+        return tuple(map(_copied, batch))
     parts = {name: _copied(value) for name, value in _parts(batch).items()}
     return type(batch)(**parts) if is_dataclass(batch) else parts or batch
 
 
-def _parts(batch: Any) -> dict[str, Any]:
+def _parts(batch: Any) -> dict[Any, Any]:
     if is_dataclass(batch):
         return {field.name: getattr(batch, field.name) for field in fields(batch)}
+    if isinstance(batch, tuple):
+        return dict(enumerate(batch))
     return batch if isinstance(batch, dict) else {}

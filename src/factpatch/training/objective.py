@@ -42,7 +42,7 @@ class Objective:
     def measure(self, batch: StepBatch, deltas: dict[str, Delta]) -> Measured:
         """Evaluates a batch under given changes: stacks with one entry per edit, or with one entry for all edits."""
         with edited(self.model.layers, deltas):
-            features = self.model.features(batch.rows)
+            features = torch.cat([self.model.features(rows) for rows in batch.row_groups])
         sizes = [len(batch.edit_targets.labels), len(batch.control_targets.labels)]
         edit_features, control_features = features.split(sizes)
         values: list[Tensor] = []
@@ -83,11 +83,10 @@ class Objective:
 
     @torch.no_grad()
     def _unedited(self, batch: StepBatch) -> Tensor:
-        targets = batch.control_targets
         if self.unedited is not None:
-            return self.unedited.index_select(0, targets.unedited_index)
-        rows = replace(batch.rows, target_positions=targets.positions)
-        return outputs_of(self.model, rows, targets.labels, self.config.kl_over)
+            return self.unedited.index_select(0, batch.control_targets.unedited_index)
+        outputs = [outputs_of(self.model, rows, self.config.kl_over) for rows in batch.row_groups]
+        return torch.cat(outputs)[len(batch.edit_targets.labels) :]
 
 
 def _detached(delta: Delta) -> Delta:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -61,7 +62,8 @@ def in_float32(model: TaskModel) -> TaskModel:
 
 def covariance_of(model: TaskModel, revisions: Sequence[Revision], pool: Indices) -> Covariance:
     """Computes the covariance of a sample of the control inputs."""
-    known = {revisions[i].input: revisions[i].prediction for i in pool[:COVARIANCE_INPUTS]}
+    chosen = np.linspace(0, len(pool) - 1, min(len(pool), COVARIANCE_INPUTS)).astype(np.int64)  # of all lengths
+    known = {revisions[i].input: revisions[i].prediction for i in pool[chosen]}
     return Covariance.compute(model, known, known)
 
 
@@ -96,11 +98,12 @@ def prepare(
     revisions = with_wordings(teachable(model, revisions), config)
     targets = find_targets(model, revisions, config.targets, config.seed)
     sampler = Sampler(revisions, config, targets)
+    batcher = Batcher(model, editor, revisions, config, targets)
+    sampler.sort_pool(batcher.control_lengths(sampler.pool))
     if calibrate:
         editor.calibrated(model, hash_shuffled(revisions, config.seed))
     if config.ridge is not None:
         editor.solve_against(covariance_of(model, revisions, sampler.pool), config.ridge, config.shrinkage)
-    batcher = Batcher(model, editor, revisions, config, targets)
 
     def on_share(share: float) -> None:
         on_stage("running the unedited model on control inputs", share)

@@ -57,7 +57,7 @@ class Sampler:
         if len(self.editable) == 0:
             raise InputError("expected revisions with alternatives to train on, found none; make them with revise")
         self.pool = self._control_pool(len(revisions))
-        self.cumulative: NDArray[np.float64] | None = None  # of the control inputs' probabilities, for `unsure`
+        self.weights: NDArray[np.float64] | None = None  # of the inputs in the pool, for `unsure`
         self.near: Indices | None = None  # (revisions, look-alikes)  indices in the pool, for `near`
         forms = {form: i for i, form in enumerate(dict.fromkeys(normalize(r.input) for r in revisions))}
         self.forms = np.array([forms[normalize(r.input)] for r in revisions])  # equal inputs have equal numbers
@@ -88,9 +88,12 @@ class Sampler:
                 " add revisions"
             )
 
-    def prefer(self, weights: NDArray[np.float64]) -> None:
-        """Sets the weights in proportion to which `unsure` control inputs are drawn, one per revision of the pool."""
-        self.cumulative = np.cumsum(weights) / np.sum(weights)
+    def sort_pool(self, lengths: Indices) -> None:
+        """Sorts the pool by the length of its inputs.
+
+        Control inputs in one column of a plan then have similar lengths, which saves padding (columns.py).
+        """
+        self.pool = self.pool[np.argsort(lengths, kind="stable")]
 
     def plan(self, step: int, edits: int | None = None) -> Plan:
         """Draws the random choices of a step with at most `edits` edits."""
@@ -132,16 +135,19 @@ class Sampler:
         return self.pool[drawn]
 
     def _drawn(self, how: str, edited: Indices, count: int, rng: np.random.Generator) -> Indices:
-        """Draws control inputs in one of the ways that `others` names: indices in the pool, (edits, count)."""
+        """Draws control inputs in one of the ways that `others` names: indices in the pool, (edits, count).
+
+        Except for look-alikes, each edit gets one input from each of `count` equal shares of the pool, in its order.
+        """
         shape = (len(edited), count)
         if how == "near":
             assert self.near is not None
             return self.near[edited[:, None], rng.integers(0, self.near.shape[1], shape)]
-        if how == "unsure":
-            assert self.cumulative is not None
-            drawn = np.searchsorted(self.cumulative, rng.random(shape), side="right")
-            return np.minimum(drawn, len(self.pool) - 1)  # the last sum may be rounded to less than 1
-        return rng.integers(0, len(self.pool), shape)
+        weights = np.ones(len(self.pool)) if how == "uniform" else self.weights
+        assert weights is not None
+        ends = np.cumsum(weights)
+        drawn = np.searchsorted(ends, (np.arange(count) + rng.random(shape)) / count * ends[-1], side="right")
+        return np.minimum(drawn, len(self.pool) - 1)  # rounding may lead beyond the last one
 
     def _is_edited(self, edited: Indices, controls: Indices) -> NDArray[np.bool_]:
         """Returns a mask of control inputs that ask for a fact edited in the same model: (edits, controls)."""
