@@ -7,13 +7,18 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import tiny
+import torch
 from conftest import loud_editor
 from samples import revisions
 
+from factpatch.data.revisions import teachable
 from factpatch.training import TrainConfig
 from factpatch.training.batcher import Batcher
 from factpatch.training.columns import group_columns
+from factpatch.training.graphs import tensors_of
+from factpatch.training.objective import Objective
 from factpatch.training.sampler import Sampler
+from factpatch.training.unedited import unedited_outputs
 
 EDITS = np.array([[9, 12], [3, 3]])  # the longest text and target of an edit's input and of its paraphrase
 
@@ -84,3 +89,28 @@ def test_groups_of_a_batch(name: str) -> None:
         assert sorted(zip(mine.labels.tolist(), mine.weights.tolist(), strict=True)) == sorted(
             zip(expected.labels.tolist(), expected.weights.tolist(), strict=True)
         )
+
+
+@pytest.mark.parametrize("name", ["bert", "bart", "gpt2"])
+def test_sizes_for_recorded_steps(name: str) -> None:
+    """Sizes that never shrink soon stop changing, and the larger batches have the same loss and constraints."""
+    model = tiny.build(name)
+    known = teachable(model, revisions(model, 40))
+    config = TrainConfig(edits=16, rows=8)
+    editor, sampler = loud_editor(model), Sampler(known, config)
+    exact, rounded = (Batcher(model, editor, known, config) for _ in range(2))
+    for sizes in (rounded.edit_sizes, *rounded.group_sizes):
+        sizes.few = True
+    for batcher in (exact, rounded):
+        batcher.column_groups = [np.array([4, 5]), np.array([0, 1]), np.array([2, 3])]
+    objective = Objective(model, config, unedited_outputs(model, exact, sampler.pool))
+    shapes = []
+    for step in range(40):
+        plan = sampler.plan(step)
+        batch = rounded.batch(plan, len(plan))
+        shapes.append([tensor.shape for tensor in tensors_of(batch)])
+        if step < 2:
+            ours, expected = objective(editor, batch), objective(editor, exact.batch(plan, len(plan)))
+            torch.testing.assert_close(ours.loss, expected.loss, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours.constraints, expected.constraints, rtol=1e-4, atol=1e-6)
+    assert all(later == shapes[-1] for later in shapes[20:])

@@ -23,7 +23,7 @@ mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -38,12 +38,13 @@ from factpatch.device import to_device
 from factpatch.editors import Condition, EditBatch, TrainableEditor
 from factpatch.facts import FactEdit
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import NO_TARGET, Encoded, padded
+from factpatch.models.rows import NO_TARGET, padded
 from factpatch.training.columns import TOKENS_PER_PASS, group_columns
 from factpatch.training.config import TrainConfig
 from factpatch.training.sampler import Indices, Plan, training_paraphrases
+from factpatch.training.tables import Ragged, Sizes, TextNumbers, TextTable
 
-# Widths are rounded up to multiples of these where steps are recorded as CUDA graphs, one for each set of shapes.
+# Sizes are rounded up to multiples of these where steps are recorded as CUDA graphs.
 TEXT_STEP, TARGET_STEP = 8, 4
 
 
@@ -102,25 +103,25 @@ class Batcher:
         """
         self.config = config
         self.device = model.device
-        self.few_shapes = model.device.type == "cuda" and config.graphs and config.split == 1
-        texts, targets, conditions = _TextNumbers(), _TextNumbers(), _TextNumbers()
+        few = model.device.type == "cuda" and config.graphs and config.split == 1
+        self.edit_sizes, *self.group_sizes = (Sizes(few) for _ in range(1 + config.length_groups))
+        texts, targets, conditions = TextNumbers(), TextNumbers(), TextNumbers()
         self.inputs = np.array([texts[r.input] for r in revisions])
-        self.paraphrases = _Ragged([texts[text] for text in training_paraphrases(r, config)] for r in revisions)
+        self.paraphrases = Ragged([texts[text] for text in training_paraphrases(r, config)] for r in revisions)
         wanted = [sum(own, ()) for own in edit_to] if edit_to else [r.alternatives for r in revisions]
-        self.wanted = _Ragged([targets[text] for text in own] for own in wanted)
-        self.conditions = _Ragged(
+        self.wanted = Ragged([targets[text] for text in own] for own in wanted)
+        self.conditions = Ragged(
             [conditions[editor.condition_text(FactEdit(r.input, text, r.prediction))] for text in own]
             for r, own in zip(revisions, wanted, strict=True)
         )
         # Answers of a revision that must stay if it is a control input: its prediction, or all candidates of its beam.
-        self.kept = _Ragged(
+        self.kept = Ragged(
             [targets[text] for text in (r.prediction, *r.alternatives)[: config.candidates]] for r in revisions
         )
         limit = min(config.max_tokens, model.max_input_tokens)
-        step = TEXT_STEP if self.few_shapes else 1
-        self.texts = _TextTable(model.encode(texts.known, limit), model.tokenizer.pad_token_id or 0, self.device, step)
+        self.texts = TextTable(model.encode(texts.known, limit), model.tokenizer.pad_token_id or 0, self.device)
         encoded = [{"input_ids": ids} for ids in model.tokenizer(conditions.known, verbose=False)["input_ids"]]
-        self.condition_texts = _TextTable(encoded, 0, self.device, step)
+        self.condition_texts = TextTable(encoded, 0, self.device)
         self._encode_targets(model, targets.known)
         lengths = self.target_lengths[self.kept.flat]
         self.unedited_starts = np.cumsum(lengths) - lengths  # of each kept target
@@ -159,8 +160,9 @@ class Batcher:
         wanted = self.wanted.at(plan.edited, plan.targets)  # (edits,)
         controls = self._control_rows(plan.controls)
         longest, *others = (controls.columns(group) for group in self.column_groups)
-        rows, (edit_targets, first) = self._rows([self._edit_rows(plan, wanted), longest], total)
-        later = [self._rows([choice], total) for choice in others]
+        sizes, *later_sizes = self.group_sizes
+        rows, (edit_targets, first) = self._rows([self._edit_rows(plan, wanted), longest], total, sizes)
+        later = [self._rows([choice], total, own) for choice, own in zip(others, later_sizes, strict=False)]
         control_targets = [first, *(targets for _, (targets,) in later)]
         return StepBatch(
             edit_batch=self._edit_batch(plan, wanted),
@@ -173,27 +175,29 @@ class Batcher:
 
     def control_batch(self, controls: Indices) -> tuple[Rows, ControlTargets]:
         """Builds the rows of some control inputs, one after the other, to be run on the unedited model."""
-        rows, (targets,) = self._rows([self._control_rows(controls[:, None])], total=1)
+        rows, (targets,) = self._rows([self._control_rows(controls[:, None])], total=1, sizes=Sizes(few=False))
         return rows, targets
 
-    def _rows(self, choices: Sequence[_RowChoice], total: int) -> tuple[Rows, list[ControlTargets]]:
+    def _rows(self, choices: Sequence[_RowChoice], total: int, sizes: Sizes) -> tuple[Rows, list[ControlTargets]]:
         """Builds one group of rows, with the columns of all choices, and the targets of each choice."""
         texts = np.concatenate([choice.texts for choice in choices], 1)  # (edits, columns)
-        labels = self._labels(np.concatenate([choice.targets for choice in choices], 1).ravel())
+        labels = self._labels(np.concatenate([choice.targets for choice in choices], 1).ravel(), sizes)
         numbers = np.arange(texts.size).reshape(texts.shape)  # of each row in the group
         ends = np.cumsum([choice.texts.shape[1] for choice in choices])[:-1]
         found = [
-            self._fill(*self._targets(choice, own, labels, total))
-            for choice, own in zip(choices, np.split(numbers, ends, axis=1), strict=True)
+            self._filled(*self._targets(choice, own, labels, total), sizes, name=f"targets {i}")
+            for i, (choice, own) in enumerate(zip(choices, np.split(numbers, ends, axis=1), strict=True))
         ]
         positions = torch.cat([positions for positions, _ in found])
-        return Rows(self.texts.pick(texts.ravel()), labels, positions), [targets for _, targets in found]
+        return Rows(self._inputs(texts.ravel(), sizes), labels, positions), [targets for _, targets in found]
 
     def _edit_batch(self, plan: Plan, wanted: Indices) -> EditBatch:
+        sizes = self.edit_sizes
         conditions = self.conditions.at(plan.edited, plan.targets)
-        ids = self.condition_texts.pick(conditions)["input_ids"]
-        condition = Condition(ids, to_device(self.device, self.condition_texts.lengths[conditions]))
-        return EditBatch(Rows(self.texts.pick(self.inputs[plan.edited]), self._labels(wanted)), condition)
+        lengths = self.condition_texts.lengths[conditions]
+        ids = self.condition_texts.pick(conditions, sizes.fitting("conditions", lengths, TEXT_STEP))["input_ids"]
+        rows = Rows(self._inputs(self.inputs[plan.edited], sizes), self._labels(wanted, sizes))
+        return EditBatch(rows, Condition(ids, to_device(self.device, lengths)))
 
     def _edit_rows(self, plan: Plan, wanted: Indices) -> _RowChoice:
         """Returns the input and the paraphrases of each edit, which must get the new answer."""
@@ -237,65 +241,24 @@ class Batcher:
             unedited_index=to_device(self.device, choice.unedited_start.ravel()[row] + token),
         )
 
-    def _fill(self, positions: Tensor, targets: ControlTargets) -> tuple[Tensor, ControlTargets]:
-        """Pads with positions of weight 0, so that there are few different shapes for CUDA graphs."""
+    def _filled(
+        self, positions: Tensor, targets: ControlTargets, sizes: Sizes, name: str
+    ) -> tuple[Tensor, ControlTargets]:
+        """Adds positions of weight 0, so that there are few different sizes."""
         count = len(positions)
-        missing = -count % max(1, 2 ** count.bit_length() // 8)
-        if not self.few_shapes or self.classes or not missing:
+        missing = sizes.fitting(name, np.array([count]), max(1, 2 ** count.bit_length() // 8)) - count
+        if self.classes or not missing:
             return positions, targets
         filled = {name: F.pad(tensor, (0, missing)) for name, tensor in vars(targets).items()}
         filled["labels"] = F.pad(targets.labels, (0, missing), value=NO_TARGET)
         return F.pad(positions, (0, missing)), ControlTargets(**filled)
 
-    def _labels(self, targets: Indices) -> Tensor:
+    def _inputs(self, texts: Indices, sizes: Sizes) -> dict[str, Tensor]:
+        """Returns the model's inputs for some texts: (texts, tokens) each."""
+        return self.texts.pick(texts, sizes.fitting("texts", self.texts.lengths[texts], TEXT_STEP))
+
+    def _labels(self, targets: Indices, sizes: Sizes) -> Tensor:
         """Returns the labels of each row: (rows,) classes, or (rows, tokens)."""
-        width = int(self.target_lengths[targets].max())
-        width += -width % TARGET_STEP if self.few_shapes else 0
+        width = sizes.fitting("labels", self.target_lengths[targets], TARGET_STEP)
         picked = self.targets[to_device(self.device, targets), :width]
         return picked[:, 0] if self.classes else picked
-
-
-class _TextNumbers:
-    """Numbers texts in the order in which they are first looked up."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def __getitem__(self, text: str) -> int:
-        return self.numbers.setdefault(text, len(self.numbers))
-
-    @property
-    def known(self) -> list[str]:
-        return list(self.numbers)
-
-
-class _TextTable:
-    """Encoded texts, padded, on a device."""
-
-    def __init__(self, encoded: Sequence[Encoded], pad: int, device: torch.device, step: int = 1):
-        """The width of picked texts is rounded up to a multiple of `step`."""
-        self.step = step
-        self.lengths = np.array([len(one["input_ids"]) for one in encoded])
-        fills = {"input_ids": pad}
-        self.columns = {key: padded([one[key] for one in encoded], fills.get(key, 0), device) for key in encoded[0]}
-
-    def pick(self, indices: Indices) -> dict[str, Tensor]:
-        """Returns a batch of the chosen texts, as wide as the longest of them: (texts, tokens) each."""
-        width = int(self.lengths[indices].max())
-        width += -width % self.step
-        index = to_device(self.columns["input_ids"].device, indices)
-        return {key: column[index, :width] for key, column in self.columns.items()}
-
-
-class _Ragged:
-    """Lists of numbers of different lengths, stored end to end."""
-
-    def __init__(self, lists: Iterable[list[int]]):
-        stored = list(lists)
-        self.counts = np.array([len(one) for one in stored], dtype=np.int64)
-        self.starts = np.cumsum(self.counts) - self.counts
-        self.flat = np.array([number for one in stored for number in one] or [0], dtype=np.int64)
-
-    def at(self, lists: Indices, indices: Indices) -> Indices:
-        """Returns one entry of each chosen list (arbitrary for an empty list)."""
-        return self.flat[np.minimum(self.starts[lists] + indices, len(self.flat) - 1)]

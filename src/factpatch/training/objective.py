@@ -85,8 +85,12 @@ class Objective:
     def _unedited(self, batch: StepBatch) -> Tensor:
         if self.unedited is not None:
             return self.unedited.index_select(0, batch.control_targets.unedited_index)
-        outputs = [outputs_of(self.model, rows, self.config.kl_over) for rows in batch.row_groups]
-        return torch.cat(outputs)[len(batch.edit_targets.labels) :]
+        edit_labels, groups = batch.edit_targets.labels, batch.row_groups
+        sizes = [len(rows.target_positions) for rows in groups if rows.target_positions is not None]
+        labels = torch.cat([edit_labels, batch.control_targets.labels]).split(sizes)
+        kl_over = self.config.kl_over
+        outputs = [outputs_of(self.model, rows, own, kl_over) for rows, own in zip(groups, labels, strict=True)]
+        return torch.cat(outputs)[len(edit_labels) :]
 
 
 def _detached(delta: Delta) -> Delta:

@@ -34,7 +34,7 @@ def unedited_outputs(
         return None
     table: Tensor | None = None
     for _, rows, targets in _pool_batches(model, batcher, pool, on_share):
-        outputs = outputs_of(model, rows, batcher.config.kl_over)
+        outputs = outputs_of(model, rows, targets.labels, batcher.config.kl_over)
         if table is None:
             table = outputs.new_zeros(batcher.unedited_size, outputs.shape[1])
         real = targets.weights > 0
@@ -69,7 +69,7 @@ def uncertainties(
     return np.maximum(found, LEAST_UNCERTAINTY)
 
 
-def outputs_of(model: TaskModel, rows: Rows, kl_over: str) -> Tensor:
+def outputs_of(model: TaskModel, rows: Rows, labels: Tensor, kl_over: str) -> Tensor:
     """Computes the unedited model's outputs that KL needs at each target position.
 
     For KL of single predictions these are the features that the head reads, (positions, width). For KL over the beam
@@ -78,8 +78,8 @@ def outputs_of(model: TaskModel, rows: Rows, kl_over: str) -> Tensor:
     features = model.features(rows)
     if kl_over == "top1":
         return features
-    labels, row = rows.target_labels, rows.row_of_position
     losses = _token_losses(model, features, labels)
+    row = rows.row_of_position
     zeros = losses.new_zeros(len(rows))
     log_p = zeros.index_add(0, row, -losses)
     tokens = zeros.index_add(0, row, labels.ne(NO_TARGET).float())
