@@ -13,7 +13,7 @@ from conftest import loud_editor
 from samples import revisions
 
 from factpatch.data.revisions import Neighbour, Revision, edit_of, editable
-from factpatch.deltas import LowRank
+from factpatch.deltas import LowRank, scaled
 from factpatch.editors import GradientStep, HyperNetwork
 from factpatch.errors import InputError
 from factpatch.evaluation import measure, predicted_now
@@ -21,7 +21,7 @@ from factpatch.evaluation.measure import Examiner
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.facts import FactEdit
 from factpatch.metrics import Outcome, intervals, summary, value_names, wilson
-from factpatch.models import Causal, Seq2Seq, TaskModel
+from factpatch.models import Causal, Seq2Seq, TaskModel, causal
 from factpatch.models.base import TOKENS_PER_BATCH
 
 X = Revision(
@@ -286,3 +286,59 @@ def test_neighbours_are_asked_and_predicted_anew() -> None:
         with patch.applied(model):
             kept = [a == n.prediction for a, n in zip(model.predict(list(texts)), revision.neighbours, strict=True)]
         assert one.values["retain_neighbours"] == np.mean(kept)
+
+
+@pytest.fixture
+def small_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of tiny random models are all close to each other."""
+    monkeypatch.setattr(causal, "NEAR_TIE", 1e-4)
+
+
+@pytest.mark.parametrize("name", tiny.DECODERS)
+@pytest.mark.usefixtures("small_ties")
+def test_answers_are_confirmed_by_one_forward_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers are those of generation, which runs for the changed ones only."""
+    model = tiny.build(name)
+    assert isinstance(model, Causal)
+    known = predicted_now(model, revisions(model, 24))
+    edits = editable(model, known)[:3]
+    changes = loud_editor(model).changes(model, [edit_of(revision) for revision in edits])
+    greedy, rows = model._greedy, []
+
+    def counted(inputs: dict[str, torch.Tensor], edits: int | None) -> list[list[int]]:
+        rows.append(len(inputs["input_ids"]))
+        return greedy(inputs, edits)
+
+    monkeypatch.setattr(model, "_greedy", counted)
+    examiner, generating = (Examiner(model, known, len(edits)) for _ in range(2))
+    generating.answers = None
+    generating._make_batches()
+    counts: dict[str, list[int]] = {"confirmed": [], "generated": []}
+    changed = 0
+    for scale in (0.01, 0.3):
+        scaled_changes = {name: scaled(change, scale) for name, change in changes.items()}
+        found = {}
+        for way, asked in (("confirmed", examiner), ("generated", generating)):
+            rows.clear()
+            found[way] = asked.examine(scaled_changes, edits)
+            counts[way].append(sum(rows))
+        for ours, theirs in zip(found["confirmed"], found["generated"], strict=True):
+            assert ours.says_others == theirs.says_others
+            assert ours.outcome == theirs.outcome
+            changed += sum(answer != r.prediction for answer, r in zip(theirs.says_others, known, strict=True))
+    assert changed
+    assert counts["confirmed"][0] < counts["generated"][0]
+
+
+@pytest.mark.usefixtures("small_ties")
+def test_an_answer_that_is_not_confirmed() -> None:
+    """Another first token, another end, and a first token that answers may not begin with."""
+    model = tiny.build("llama")
+    assert isinstance(model, Causal)
+    encoded = model.encode(["paris is", "what river", "euro people of"])
+    tokens = [ids for _, ids in model.answers_to_confirm(encoded)]
+    assert model.still_answers(model.collate(encoded, tokens)).all()
+    first, *_, last = own = tokens[1]
+    for other in ([first + 1, *own[1:]], [*own[:-1], last + 1], [model.end_tokens[0], *own]):
+        changed = model.collate(encoded, [tokens[0], other, tokens[2]])
+        assert model.still_answers(changed).tolist() == [True, False, True]

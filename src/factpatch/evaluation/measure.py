@@ -22,7 +22,7 @@ from factpatch.evaluation.forced import forced_accuracies
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.metrics import Outcome
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import POSITIONS_PER_BATCH
+from factpatch.models.rows import POSITIONS_PER_BATCH, Encoded
 
 
 def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
@@ -88,6 +88,7 @@ class _Batch:
     rows: Rows
     before: Tensor | None  # (positions, width)  features
     row: Tensor | None  # (positions,)  the row each position belongs to
+    answers: Tensor | None  # (inputs, tokens)  the unedited model's answers, if they can be confirmed
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Examiner:
         self.others = others
         self.controls = ControlInputs(others)
         self.targets = model.encode_targets([other.prediction for other in others]) if scores else None
+        self.answers = model.answers_to_confirm(self.encoded)
         self._make_batches()
 
     def _make_batches(self) -> None:
@@ -127,12 +129,14 @@ class Examiner:
             self.scores_before = torch.cat(found, 1)[0].cpu().numpy()[self.position]
 
     def _batch(self, indices: list[int]) -> _Batch:
+        encoded = [self.encoded[i] for i in indices]
+        answers = self.model.collate(encoded, [self.answers[i][1] for i in indices]).labels if self.answers else None
         targets = [self.targets[i] for i in indices] if self.targets else None
-        rows = self.model.collate([self.encoded[i] for i in indices], targets)
+        rows = self.model.collate(encoded, targets)
         if targets is None:
-            return _Batch(indices, rows, None, None)
+            return _Batch(indices, rows, None, None, answers)
         rows = rows.at_targets()
-        return _Batch(indices, rows, self.model.features(rows), rows.row_of_position)
+        return _Batch(indices, rows, self.model.features(rows), rows.row_of_position, answers)
 
     def examine(self, changes: Mapping[str, Delta], revisions: Sequence[Revision]) -> list[Examined]:
         """Measures a stack of changes, one per revision."""
@@ -157,7 +161,8 @@ class Examiner:
     def _examine(self, changes: Mapping[str, Delta], groups: Sequence[Sequence[Revision]]) -> list[list[Examined]]:
         own_texts = [[text for revision in group for text in measured_texts(revision)] for group in groups]
         with edited(self.model.layers, changes):
-            own = _answer_each(self.model, own_texts, self.parts)
+            limit = self.model.max_input_tokens
+            own = _answer_each(self.model, [self.model.encode(texts, limit) for texts in own_texts], self.parts)
             forced = forced_accuracies(self.model, groups, self.parts) if self.scores else [{}] * len(groups)
             answered = [self._ask(batch, len(groups)) for batch in self.batches]
         scores, divergences = self._in_order([a.scores for a in answered]), self._in_order([a.kl for a in answered])
@@ -191,10 +196,27 @@ class Examiner:
             features = self.model.features(self._repeated(batch, inputs, edits))
             texts = self.model.answers_from(features)
             scores, divergences = self._scores(batch, features, edits)
+        if batch.answers is not None:
+            return _Answers(self._confirmed(batch, inputs, edits), scores, divergences)
         if texts is None:
             texts = [ranked[0] for ranked in self.model.decide(Rows(inputs), edits=edits)]
         count = len(batch.indices)
         return _Answers([texts[e * count : (e + 1) * count] for e in range(edits)], scores, divergences)
+
+    def _confirmed(self, batch: _Batch, inputs: dict[str, Tensor], edits: int) -> list[list[str]]:
+        """Returns the answers by edit: the unedited model's where one pass confirms them, and others by a search."""
+        assert self.answers is not None
+        assert batch.answers is not None
+        still = self.model.still_answers(Rows(inputs, batch.answers.repeat(edits, 1))).view(edits, -1).tolist()
+        texts = [[self.answers[i][0] for i in batch.indices] for _ in range(edits)]
+        changed = [[k for k, confirmed in enumerate(row) if not confirmed] for row in still]  # by edit
+        if not any(changed):
+            return texts
+        asked = [[self.encoded[batch.indices[k]] for k in own or [0]] for own in changed]  # at least one each
+        for own, indices, answers in zip(texts, changed, _answer_each(self.model, asked, self.parts), strict=True):
+            for k, answer in zip(indices, answers, strict=False):
+                own[k] = answer
+        return texts
 
     def _repeated(self, batch: _Batch, inputs: dict[str, Tensor], edits: int) -> Rows:
         labels, positions = batch.rows.labels, batch.rows.target_positions
@@ -233,15 +255,14 @@ class Examiner:
         return score, mean_over_tokens(divergences)
 
 
-def _answer_each(model: TaskModel, texts: list[list[str]], parts: int) -> list[list[str]]:
+def _answer_each(model: TaskModel, texts: list[list[Encoded]], parts: int) -> list[list[str]]:
     """Answers each edit's own texts. Shorter lists are padded with their first text, so that rows line up."""
     most = max(map(len, texts))
     columns = [[own[k] if k < len(own) else own[0] for own in texts] for k in range(most)]
-    encoded = [model.encode(column, model.max_input_tokens) for column in columns]
-    lengths = [max(len(one["input_ids"]) for one in column) * len(texts) * parts for column in encoded]
+    lengths = [max(len(one["input_ids"]) for one in column) * len(texts) * parts for column in columns]
     answers: list[list[str]] = [[""] * most for _ in texts]
     for batch in model.batches(lengths):
-        rows = model.collate([encoded[k][e] for e in range(len(texts)) for k in batch])
+        rows = model.collate([columns[k][e] for e in range(len(texts)) for k in batch])
         decided = iter(model.decide(rows, edits=len(texts)))
         for e in range(len(texts)):
             for k in batch:

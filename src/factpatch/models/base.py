@@ -104,6 +104,17 @@ class TaskModel(StoredModel):
         """Returns what `decide` does, with each output's log-probability, or None if the search did not compute it."""
         return [[(text, None) for text in ranked] for ranked in self.decide(rows, count, edits)]
 
+    def answers_to_confirm(self, encoded: Sequence[Encoded]) -> list[tuple[str, list[int]]] | None:
+        """Returns the model's answers with their tokens, as labels for `still_answers`.
+
+        None if this kind of model needs a search to confirm an answer.
+        """
+        return None
+
+    def still_answers(self, rows: Rows) -> Tensor:
+        """Returns for each row whether the decision rule is certain to output its label: (rows,)."""
+        raise NotImplementedError
+
     @abstractmethod
     def check_target(self, target: str) -> str:
         """Returns the target as the model would output it, or raises an InputError if it cannot."""

@@ -19,11 +19,12 @@ from factpatch.files import read_text
 from factpatch.models.base import MOST_SPECIAL_TOKENS
 from factpatch.models.beam import beam_search
 from factpatch.models.decoding import PromptSteps, greedy_search
-from factpatch.models.rows import NO_TARGET, Encoded, Rows, padded
+from factpatch.models.rows import NO_TARGET, POSITIONS_PER_BATCH, Encoded, Rows, padded
 from factpatch.models.stopping import Stops, cut
 from factpatch.models.template import Template
 from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
 
+NEAR_TIE = 0.05  # difference of two logits that rounding may reverse
 SETTINGS = "decoder.json"  # in the model's folder: the template and the maximum length of an answer
 
 
@@ -181,22 +182,25 @@ class Causal(TextModel):
     def _stops(self) -> Stops:
         return Stops(self.tokenizer, self.end_tokens, self._head.weight.shape[0])
 
+    def _greedy(self, inputs: dict[str, Tensor], edits: int | None) -> list[list[int]]:
+        """Returns the most likely tokens after each prompt, followed by padding."""
+        stops, fill = self._stops.to(self.device), self.tokenizer.pad_token_id or 0
+        steps = PromptSteps(self._next_logits, inputs)
+        return greedy_search(steps, self.max_answer_tokens, stops, stops.first, fill, edits).tolist()
+
     def decide(self, rows: Rows, count: int = 1, edits: int | None = None) -> list[list[str]]:
         inputs = self._aligned(rows.inputs)
-        stops = self._stops.to(self.device)
-        first, fill = stops.first, self.tokenizer.pad_token_id or 0
-        steps = PromptSteps(self._next_logits, inputs)
-        ids = greedy_search(steps, self.max_answer_tokens, stops, first, fill, edits)
-        ranked = [[text] for text in self._decoded(ids.tolist())]
+        ranked = [[text] for text in self._decoded(self._greedy(inputs, edits))]
         if count == 1:
             return ranked
+        stops = self._stops.to(self.device)
         generation = GenerationConfig(
             num_beams=self.beams,
             max_new_tokens=self.max_answer_tokens,
             length_penalty=0.0,  # the most likely answers, without a bonus for their length
             eos_token_id=self.end_tokens[0],
-            pad_token_id=fill,
-            begin_suppress_tokens=first.tolist(),
+            pad_token_id=self.tokenizer.pad_token_id or 0,
+            begin_suppress_tokens=stops.first.tolist(),
         )
         found = beam_search(PromptSteps(self._next_logits, inputs), generation, edits, stops).sequences
         texts = self._decoded(found[:, :, 1:].flatten(0, 1).tolist())
@@ -204,6 +208,37 @@ class Causal(TextModel):
             others = dict.fromkeys(texts[row * self.beams : (row + 1) * self.beams])
             best += [text for text in others if text and text not in best][: count - 1]
         return ranked
+
+    @torch.no_grad()
+    def answers_to_confirm(self, encoded: Sequence[Encoded]) -> list[tuple[str, list[int]]]:
+        """Returns the answers with their tokens, including the one that ends the answer."""
+        found: list[tuple[str, list[int]]] = [("", [])] * len(encoded)
+        for batch in self.batches([len(one["input_ids"]) for one in encoded], sequences=1):
+            generated = self._greedy(self.collate([encoded[i] for i in batch]).inputs, edits=1)
+            texts, tokens = self._decoded(generated), self._stops.shortened(generated)
+            for i, text, ids in zip(batch, texts, tokens, strict=True):
+                found[i] = text, ids
+        return found
+
+    @torch.no_grad()
+    def still_answers(self, rows: Rows) -> Tensor:
+        """Returns for each row whether greedy search is certain to generate its label: (rows,).
+
+        It is if each token is the most likely one after those before it. Near ties do not count: rounding decides them,
+        and it differs between this forward pass and generation.
+        """
+        rows = rows.at_targets()
+        features, labels, row = self.features(rows), rows.target_labels, rows.row_of_position
+        is_first = torch.cat([row.new_ones(1), row.diff()]) > 0  # of its row
+        certain = torch.empty_like(is_first)
+        banned = self._stops.to(self.device).first
+        for start in range(0, len(labels), POSITIONS_PER_BATCH):
+            part = slice(start, start + POSITIONS_PER_BATCH)
+            scores = self.scores(features[part])  # (positions, vocabulary)
+            scores[is_first[part].nonzero(), banned] = float("-inf")
+            best = scores.topk(2)
+            certain[part] = (best.indices[:, 0] == labels[part]) & (best.values.diff().squeeze(1) < -NEAR_TIE)
+        return rows.sums((~certain).float()) == 0
 
     def _spelled(self, targets: Sequence[list[int]]) -> list[str]:
         if not targets:
