@@ -336,7 +336,7 @@ def test_a_ledger_is_created_whole_or_not_at_all(
             Ledger(tmp_path / "facts.db", model, OTHERS)
         assert not list(tmp_path.iterdir())
         patched.undo()
-        patched.setattr(Store, "settle", full)  # the file is written, but still lacks what its log contains
+        patched.setattr(Store, "checkpoint", full)  # the file is written, but still lacks what its log contains
         with pytest.raises(sqlite3.OperationalError):
             Ledger(tmp_path / "facts.db", model, OTHERS)
         assert not list(tmp_path.iterdir())

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from factpatch.deltas import Delta, Dense, LowRank
 from factpatch.errors import InputError
@@ -124,7 +123,9 @@ def _truncated(delta: Delta, rank: int) -> tuple[LowRank, float]:
 
 
 def _padded(factor: Tensor, rank: int) -> Tensor:
-    return F.pad(factor.detach().cpu().float(), (0, 0, 0, rank - len(factor)))
+    padded = torch.zeros(rank, factor.shape[1])
+    padded[: len(factor)] = factor.detach()
+    return padded
 
 
 def _lowest_rank(needed: int) -> int:

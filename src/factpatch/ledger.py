@@ -87,7 +87,7 @@ class Ledger:
             covariance = self._fitting_covariance(covariance, others)
             with new_file(path) as scratch, closing(Store(scratch, create)) as store:
                 initialise(store, self.model, covariance, others, settings)
-                store.settle()
+                store.checkpoint()
         self.store = Store(path, create)
         try:
             if create and not self.store.get_meta():  # an empty file
@@ -240,7 +240,7 @@ class Ledger:
         merged = Patch(deltas, self.meta["base"], method, edits)
         if steps:
             merged = refining.refine(self.model, merged, stored_others(self.store, self.meta["others"]), steps)
-        self._keep(ids, merged, totals)
+        self._cache(ids, merged, totals)
         return merged
 
     @torch.no_grad()
@@ -253,7 +253,7 @@ class Ledger:
             return merging.merge(self.model, patches, covariance=self.covariance, ridge=ridge, mode=mode).deltas, None
         return self.sums.solve([fact.id for fact in facts], self.ridge(facts))
 
-    def _keep(self, ids: list[int], merged: Patch, totals: Totals | None) -> None:
+    def _cache(self, ids: list[int], merged: Patch, totals: Totals | None) -> None:
         size = sum(total.nbytes for total in (totals or {}).values())
         with self.store.transaction():
             if self.store.active_ids() != ids:  # another process has changed the facts meanwhile

@@ -88,10 +88,10 @@ class Store:
         self.path = Path(path)
         if not create and not self.path.is_file():
             raise FileError(f"no ledger at {self.path}; create one with factpatch ledger init")
-        with self.readable():
+        with self._as_file_errors():
             self.db = sqlite3.connect(self.path, timeout=LOCK_SECONDS, isolation_level=None)
         try:
-            with self.readable():
+            with self._as_file_errors():
                 self.db.execute("PRAGMA foreign_keys = ON")
                 self._open(create)
         except BaseException:
@@ -122,13 +122,13 @@ class Store:
     def close(self) -> None:
         self.db.close()
 
-    def settle(self) -> None:
+    def checkpoint(self) -> None:
         """Moves the content of SQLite's write-ahead log into the file. Closing does so too, but hides errors."""
-        with self.readable():
+        with self._as_file_errors():
             self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     @contextmanager
-    def readable(self) -> Iterator[None]:
+    def _as_file_errors(self) -> Iterator[None]:
         """Turns SQLite's errors into FileErrors."""
         try:
             yield
@@ -144,8 +144,8 @@ class Store:
 
     @contextmanager
     def transaction(self, write: bool = True) -> Iterator[None]:
-        """Provides one consistent view of the ledger; with `write`, no other process can write meanwhile."""
-        with self.readable():
+        """Makes a `with` block see one state of the ledger; with `write`, no other process can write meanwhile."""
+        with self._as_file_errors():
             self.db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
             try:
                 yield
@@ -156,7 +156,7 @@ class Store:
                 raise
 
     def _select(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        with self.readable():
+        with self._as_file_errors():
             return self.db.execute(query, values).fetchall()
 
     def damaged(self, reason: object) -> FileError:

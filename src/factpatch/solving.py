@@ -140,7 +140,7 @@ def solve_weights(
     """Returns the merged changes of the weights that read the input of `key`, in the precision of patches."""
     C = covariance.of(key, model.device)
     dtype = torch.float64 if model.model.dtype == torch.float64 else torch.float32
-    return {name: _to(delta, dtype) for name, delta in sums.solve(C, ridges, edits).items()}
+    return {name: _cast(delta, dtype) for name, delta in sums.solve(C, ridges, edits).items()}
 
 
 def solve_independently(problem: Problem) -> dict[str, Delta]:
@@ -178,8 +178,8 @@ def solve_in_sequence(problem: Problem) -> dict[str, Delta]:
 
             def visit(indices: list[int], key: str, X: Tensor, targets: Targets = targets, sums: Sums = sums) -> None:
                 K = X.double().flatten(0, 1)
-                now = {name: K @ out_by_in(model.layers[name]).double().mT for name in weights[key]}
-                sums.add(K, {n: torch.cat([targets[i, n] for i in indices]) - output for n, output in now.items()})
+                outputs = {name: K @ out_by_in(model.layers[name]).double().mT for name in weights[key]}
+                sums.add(K, {n: torch.cat([targets[i, n] for i in indices]) - output for n, output in outputs.items()})
 
             visit_inputs(model, problem.examples, [key], visit, lambda _, merged=merged: merged)
             solved = problem.solve(key, sums)
@@ -223,7 +223,7 @@ def cholesky(M: Tensor) -> Tensor:
     return root
 
 
-def _to(delta: Delta, dtype: torch.dtype) -> Delta:
+def _cast(delta: Delta, dtype: torch.dtype) -> Delta:
     if isinstance(delta, LowRank):
         return LowRank(delta.A.to(dtype), delta.B.to(dtype))
     return Dense(delta.delta.to(dtype).contiguous())

@@ -71,7 +71,7 @@ def parse_kilt(raw: dict[str, Any], default_id: str) -> Record:
     questions = text_list(meta, "template_questions")
     if not all(question.strip() for question in questions):
         raise InputError('expected questions in "template_questions", found an empty one')
-    # The second of each pair of keys is that of revision files.
+    # Revision files use the second key of each pair.
     subject = _optional_text(meta, "subject_entity") or _optional_text(raw, "subject")
     relation = _optional_text(meta, "relation") or _optional_text(raw, "relation")
     if " [SEP] " in text and meta.get("template_questions") is not None:

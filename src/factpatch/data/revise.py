@@ -86,8 +86,8 @@ def revise_records(
         same_answer = [text for text in rephrases if text in predictions and same(predictions[text], prediction)]
         return tuple(distinct_from(record.input, same_answer))
 
-    def human(record: Record, prediction: str) -> tuple[str, ...]:
-        """Keeps every human paraphrase of a record with its own alternative, which holds for all of them."""
+    def human_paraphrases(record: Record, prediction: str) -> tuple[str, ...]:
+        """Keeps the human paraphrases with the same prediction, or all if the data names the answer to edit to."""
         if record.alternative is None:
             return agreeing(record, record.human_rephrases, prediction)
         return tuple(distinct_from(record.input, [text for text in record.human_rephrases if text in predictions]))
@@ -99,7 +99,7 @@ def revise_records(
             prediction=(prediction := outputs[0]),
             alternatives=alternatives(model, record, outputs),
             rephrases=agreeing(record, record.rephrases, prediction),
-            human_rephrases=human(record, prediction),
+            human_rephrases=human_paraphrases(record, prediction),
             answers=record.answers,
             neighbours=tuple(Neighbour(text, predictions[text]) for text in record.neighbours if text in predictions),
             subject=record.subject,
