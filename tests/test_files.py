@@ -31,9 +31,9 @@ def test_pipes_and_nameless_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="a device or a pipe"), atomic_file(tmp_path / "pipe"):
         pass
     with pytest.raises(FileError, match="a device or a pipe"):
-        ResumableLines(tmp_path / "pipe", {}, 1)
+        ResumableLines(tmp_path / "pipe", {})
     with pytest.raises(FileError, match="found a folder"):
-        ResumableLines("", {}, 1)
+        ResumableLines("", {})
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
@@ -60,14 +60,14 @@ def test_a_folder_that_cannot_be_written_into(tmp_path: Path, monkeypatch: pytes
 def test_two_runs_in_one_process(tmp_path: Path) -> None:
     """The newer one takes over; the older one can neither mix its lines with the newer one's nor replace them."""
     path = tmp_path / "out.jsonl"
-    old = ResumableLines(path, {"s": "A"}, 1)
-    new = ResumableLines(path, {"s": "B"}, 1)
+    old = ResumableLines(path, {"s": "A"})
+    new = ResumableLines(path, {"s": "B"})
     with pytest.raises(FileError, match="another run is writing"):
         old.write(["1"])
-    assert ResumableLines(path, {"s": "B"}, 1).done == 0
-    new = ResumableLines(path, {"s": "B"}, 1)
+    assert ResumableLines(path, {"s": "B"}).done == 0
+    new = ResumableLines(path, {"s": "B"})
     new.write(["1"])
-    new = ResumableLines(path, {"s": "B"}, 1)
+    new = ResumableLines(path, {"s": "B"})
     assert new.done == 1
     new.write(["2"])
     with pytest.raises(FileError, match="another run is writing"):
@@ -82,7 +82,7 @@ def test_two_runs_in_one_process(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from factpatch.resumable import ResumableLines
-lines = ResumableLines(sys.argv[1], {"s": "A"}, 1)
+lines = ResumableLines(sys.argv[1], {"s": "A"})
 lines.write(["1"])
 print("written", flush=True)
 sys.stdin.read()
@@ -99,35 +99,37 @@ def test_two_runs_in_two_processes(tmp_path: Path, settings: dict[str, str]) -> 
             assert process.stdout is not None
             assert process.stdout.readline() == "written\n"
             with pytest.raises(FileError, match="another run is writing"):
-                ResumableLines(path, settings, 1)
+                ResumableLines(path, settings)
         finally:
             process.kill()
-    assert ResumableLines(path, settings, 1).done == (settings == {"s": "A"})
+    assert ResumableLines(path, settings).done == (settings == {"s": "A"})
 
 
 def test_a_header_stays_first_and_is_no_line(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     header = '{"provenance": "été"}'
-    ResumableLines(path, {}, 2, header).write(["1", "2", "3"])
-    lines = ResumableLines(path, {}, 2, header)
+    ResumableLines(path, {}, header).write(["1", "2", "3"])
+    lines = ResumableLines(path, {}, header)
+    assert lines.done == 3
+    lines.keep(2)
     assert lines.done == 2
     lines.write(["3", "4", "5", "6"])
-    lines = ResumableLines(path, {}, 2, header)
+    lines = ResumableLines(path, {}, header)
     lines.keep(5)
     assert lines.done == 5
     lines.write(["7"])
     assert list(lines.lines()) == ["1", "2", "3", "4", "5", "7"]
     lines.finish()
     assert path.read_text() == f"{header}\n1\n2\n3\n4\n5\n7\n"
-    assert ResumableLines(path, {}, 2, '{"another": 1}').done == 0
+    assert ResumableLines(path, {}, '{"another": 1}').done == 0
 
 
 def test_a_part_that_was_cut_inside_its_first_line(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    lines = ResumableLines(path, {"s": "A"}, 1)
+    lines = ResumableLines(path, {"s": "A"})
     content = lines.part.read_bytes()
     lines.part.write_bytes(content[:-4])
-    lines = ResumableLines(path, {"s": "A"}, 1)
+    lines = ResumableLines(path, {"s": "A"})
     assert lines.done == 0
     lines.write(["1"])
     assert lines.part.read_bytes().startswith(content)
@@ -144,11 +146,11 @@ def test_damaged_lines_of_a_part_are_written_again(tmp_path: Path) -> None:
         lambda run, a, b, c: [run, a, a, c],
         lambda run, a, b, c: [run, b"\n", a, b, c],
     ):
-        lines = ResumableLines(path, {}, 1)
+        lines = ResumableLines(path, {})
         lines.keep(0)
         lines.write(['{"id": "1"}', '{"id": "2"}', '{"id": "3"}'])
         lines.part.write_bytes(b"".join(damage(*lines.part.read_bytes().splitlines(keepends=True))))
-        again = ResumableLines(path, {}, 1)
+        again = ResumableLines(path, {})
         assert list(again.lines()) == [f'{{"id": "{i + 1}"}}' for i in range(again.done)]
         assert again.done < 2
         again.write([f'{{"id": "{i + 1}"}}' for i in range(again.done, 3)])
@@ -160,7 +162,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path, monkeypatch: pytest.Monkey
     """The file is closed when the object is deleted; a second error there would be printed with a traceback."""
     ignored: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)
-    lines = ResumableLines(tmp_path / "out", {}, 1)
+    lines = ResumableLines(tmp_path / "out", {})
     full = open("/dev/full", "wb")  # noqa: SIM115 (closed by the object under test)
     os.dup2(full.fileno(), lines._file.fileno())
     with pytest.raises(FileError, match="No space left"):
@@ -173,9 +175,9 @@ def test_a_full_disk_is_reported_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("damaged", [b"\x80", b"\0", b"x", b"nan", b"-1", b"inf", b""])
 def test_a_damaged_time_counts_as_none(tmp_path: Path, damaged: bytes) -> None:
-    ResumableLines(tmp_path / "out", {}, 1).write(["{}"])
+    ResumableLines(tmp_path / "out", {}).write(["{}"])
     (tmp_path / ".out.part.seconds").write_bytes(damaged)
-    lines = ResumableLines(tmp_path / "out", {}, 1)
+    lines = ResumableLines(tmp_path / "out", {})
     assert lines.done == 1
     assert 0 <= lines.seconds() < 1000
 
@@ -216,8 +218,8 @@ def test_a_folder_returns_if_its_successor_cannot_be_moved(tmp_path: Path, monke
 
 def test_seconds_count_all_starts(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    first = ResumableLines(path, {}, 1)
+    first = ResumableLines(path, {})
     first._begin -= 100
     first.write(["1"])
-    assert 100 <= ResumableLines(path, {}, 1).seconds() < 200
-    assert ResumableLines(path, {"other": 1}, 1).seconds() < 100
+    assert 100 <= ResumableLines(path, {}).seconds() < 200
+    assert ResumableLines(path, {"other": 1}).seconds() < 100

@@ -56,12 +56,12 @@ def test_configs(part: int, lines: list[str], value: Any) -> None:
 def test_part_files(part: int, lines: list[bytes], cut: float) -> None:
     """A part file with other content is replaced or resumed; the finished file has only complete lines."""
     with only_our_errors() as folder:
-        first = ResumableLines(folder / "out", {}, 1)
+        first = ResumableLines(folder / "out", {})
         first.write(["{}"])
         content = (folder / ".out.part").read_bytes()
         (folder / ".out.part").write_bytes(content[: int(cut * len(content) * 2)] + b"\n".join(lines))
         (folder / ".out.part.seconds").write_bytes(lines[0] if lines else b"")
-        again = ResumableLines(folder / "out", {}, 1)
+        again = ResumableLines(folder / "out", {})
         again.write(["{}"])
         again.finish()
         assert (folder / "out").read_bytes() == b"{}\n" * (again.done + 1)

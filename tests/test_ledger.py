@@ -16,6 +16,7 @@ from conftest import assert_untouched, weights_of
 from samples import texts
 
 from factpatch import ledger as ledger_module
+from factpatch import ledger_sums
 from factpatch.covariance import Covariance
 from factpatch.data.revisions import Revision
 from factpatch.deltas import Dense, LowRank
@@ -107,7 +108,7 @@ def rebuilt(path: Path, model: TaskModel, scratch: Path) -> Patch:
 def test_adding_then_removing_gives_the_same_bits_as_never_adding(
     ledger: Ledger, model: TaskModel, tmp_path: Path, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "FEW", few)
+    monkeypatch.setattr(ledger_sums, "FEW", few)
     edits = [edit_to_other(model, x) for x in INPUTS[:6]]
     ledger.add(Guess(), edits[:4])
     before = ledger.patch()
@@ -150,7 +151,7 @@ def test_the_ledgers_patch_is_the_merge_of_its_patches(
     model: TaskModel, tmp_path: Path, mode: Mode, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for the grid that rows are rounded to."""
-    monkeypatch.setattr(ledger_module, "FEW", few)
+    monkeypatch.setattr(ledger_sums, "FEW", few)
     edits = [edit_to_other(model, x) for x in INPUTS[:5]]
     covariance = Covariance.compute(model, OTHERS)
     expected = merge(model, Guess().propose(model, edits), covariance=covariance, ridge=0.5, mode=mode)
@@ -237,7 +238,7 @@ def test_what_cannot_be_opened_is_told_in_one_line(ledger: Ledger, model: TaskMo
             Ledger(*arguments, **options)
         assert "\n" not in str(error.value)
 
-    refused(MismatchError, "belongs to weights", path, other)
+    refused(MismatchError, "was made for weights", path, other)
     refused(FileError, "no ledger at", tmp_path / "none.db", model)
     refused(InputError, "found no usable text", tmp_path / "none.db", model, [])
     refused(InputError, "ridge above 0", tmp_path / "none.db", model, OTHERS, ridge=0)
@@ -335,7 +336,7 @@ def test_a_ledger_is_created_whole_or_not_at_all(
             Ledger(tmp_path / "facts.db", model, OTHERS)
         assert not list(tmp_path.iterdir())
         patched.undo()
-        patched.setattr(Store, "settle", full)  # the file is written, but still lacks what its log contains
+        patched.setattr(Store, "checkpoint", full)  # the file is written, but still lacks what its log contains
         with pytest.raises(sqlite3.OperationalError):
             Ledger(tmp_path / "facts.db", model, OTHERS)
         assert not list(tmp_path.iterdir())

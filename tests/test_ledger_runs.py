@@ -17,7 +17,7 @@ import tiny
 from samples import texts
 from test_ledger import LABELS, OTHERS, Guess, assert_same_bits, rebuilt
 
-from factpatch import ledger as ledger_module
+from factpatch import ledger_sums
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit
 from factpatch.ledger import Ledger
@@ -32,7 +32,7 @@ HANG = 1800  # seconds; a guard against hanging, not a limit
 
 @pytest.fixture(autouse=True)
 def totals_from_the_third_fact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "FEW", 2)
+    monkeypatch.setattr(ledger_sums, "FEW", 2)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def test_names_that_are_too_long(tmp_path: Path) -> None:
             pass
     with pytest.raises(FileError, match="File name too long"):
         check_writable(tmp_path / LONG)
-    for read in (Patch.load, read_edits, lambda path: ResumableLines(path, {}, 1)):
+    for read in (Patch.load, read_edits, lambda path: ResumableLines(path, {})):
         with pytest.raises(FileError):
             read(tmp_path / LONG)
 
@@ -56,7 +56,7 @@ def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
     assert (tmp_path / longest).read_text() == "new"
     with atomic_folder(tmp_path / ("y" * 255)) as scratch:
         (scratch / "a").write_text("new")
-    lines = ResumableLines(tmp_path / ("z" * 255), {}, 1)
+    lines = ResumableLines(tmp_path / ("z" * 255), {})
     lines.write(["1"])
     lines.finish()
     assert len(list(tmp_path.iterdir())) == 3
@@ -68,7 +68,7 @@ def test_links_that_go_in_a_circle(tmp_path: Path) -> None:
     for write in (atomic_file, atomic_folder, files_into):
         with pytest.raises(FileError), write(tmp_path / "a"):
             pass
-    for use in (check_writable, Patch.load, read_edits, lambda path: ResumableLines(path, {}, 1)):
+    for use in (check_writable, Patch.load, read_edits, lambda path: ResumableLines(path, {})):
         with pytest.raises(FileError):
             use(tmp_path / "a")
 
@@ -99,7 +99,7 @@ def test_a_part_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     for name in (".out.jsonl.part", ".out.jsonl.part.seconds"):
         (tmp_path / name).symlink_to(tmp_path / "victim")
         with pytest.raises(FileError, match="link"):
-            ResumableLines(tmp_path / "out.jsonl", {}, 1).write(["1"])
+            ResumableLines(tmp_path / "out.jsonl", {}).write(["1"])
         (tmp_path / name).unlink()
         assert (tmp_path / "victim").read_text() == "mine"
 
@@ -273,7 +273,7 @@ def test_the_users_umask_decides_who_may_read(bert: TaskModel, tmp_path: Path) -
         bert.save(tmp_path / "model")
         Covariance.compute(bert, QUESTIONS).save(tmp_path / "covariance")
         ledger = Ledger(tmp_path / "facts.db", bert, QUESTIONS)
-        ResumableLines(tmp_path / "lines", {}, 1).write(["{}"])
+        ResumableLines(tmp_path / "lines", {}).write(["{}"])
         with files_into(tmp_path / "report") as scratch:
             (scratch / "table.md").write_text("")
         ledger.close()

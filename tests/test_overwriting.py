@@ -127,11 +127,11 @@ def test_lines_replace_only_lines_of_their_kind(tmp_path: Path) -> None:
     for foreign in ("[1]\n", '{"other": 1}\n', "\udcff", '{"a"'):
         path.write_text(foreign, errors="surrogateescape")
         with pytest.raises(FileError, match="not replaced"):
-            ResumableLines(path, {}, 1, key="id")
+            ResumableLines(path, {}, key="id")
         assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl"]
     for own in ('{"id": 1}\n{"id": 2}\n', ""):
         path.write_text(own)
-        lines = ResumableLines(path, {}, 1, key="id")
+        lines = ResumableLines(path, {}, key="id")
         lines.write([json.dumps({"id": 3})])
         lines.finish()
         assert path.read_text() == '{"id": 3}\n'

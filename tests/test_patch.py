@@ -275,7 +275,7 @@ def test_a_failed_save_keeps_the_old_file(
         scratch.write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr("factpatch.patch.save_file", full_disk)
+    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
     with pytest.raises(FileError, match="No space left"):
         patches[1].save(path)
     assert path.read_bytes() == old

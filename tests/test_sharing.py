@@ -16,9 +16,10 @@ from samples import texts, write_lines
 from factpatch.editors import FineTune, HyperNetwork, load_editor
 from factpatch.errors import FileError
 from factpatch.facts import FactEdit
+from factpatch.fingerprints import hash_tensors
 from factpatch.ledger import Ledger
 from factpatch.models import TaskModel, load_model
-from factpatch.patch import Patch, hash_tensors
+from factpatch.patch import Patch
 from factpatch.sharing import MOST_FACTS, Card
 
 Run = Callable[..., Ran]

@@ -32,9 +32,9 @@ from factpatch.demo import outdated, question_of
 from factpatch.editors import Looped, load_editor
 from factpatch.facts import normalize
 from factpatch.files import content_hash
+from factpatch.fingerprints import hash_tensors
 from factpatch.merging import merge
 from factpatch.models import load_model
-from factpatch.patch import hash_tensors
 from factpatch.refining import refine
 from factpatch.scope import Scope, ScopeConfig
 from factpatch.world import EDITOR, FOLDER, MODEL, REVISIONS, SCOPE, changes, facts

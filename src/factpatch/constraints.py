@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from factpatch.deltas import Delta, LowRank
+from factpatch.deltas import Delta
 from factpatch.kernels import kernels_support
 
 WIDE = 1024  # number of classes from which one fused kernel is faster than torch's several passes
@@ -15,9 +16,9 @@ WIDE = 1024  # number of classes from which one fused kernel is faster than torc
 
 def kl(before: Tensor, after: Tensor) -> Tensor:
     """Computes KL( p(·; θ) ‖ p(·; θ') ) from two sets of logits, (positions, classes): (positions,)."""
-    alike = before.dtype == after.dtype and before.shape == after.shape and not before.requires_grad
+    same_form = before.dtype == after.dtype and before.shape == after.shape and not before.requires_grad
     in_rows = after.dim() == 2 and before.stride(-1) == after.stride(-1) == 1
-    if after.shape[-1] >= WIDE and alike and in_rows and kernels_support(after):
+    if after.shape[-1] >= WIDE and same_form and in_rows and kernels_support(after):
         from factpatch.kernels.divergence import Divergence
 
         return Divergence.apply(before, after)
@@ -35,10 +36,6 @@ def lp(deltas: Mapping[str, Delta], p: float = 2.0) -> Tensor:
 
 
 def _root_mean(delta: Delta, p: float) -> Tensor:
-    if p != 2:
-        return delta.dense().abs().pow(p).mean((-2, -1)).pow(1 / p)
-    if not isinstance(delta, LowRank):
-        return delta.dense().square().mean((-2, -1)).sqrt()
-    out, in_ = delta.shape
-    A, B = delta.A.float(), delta.B.float()
-    return ((A @ A.mT) * (B @ B.mT)).sum((-2, -1)).clamp(min=0).sqrt() / (out * in_) ** 0.5
+    if p == 2:
+        return delta.norm(torch.float32) / math.prod(delta.shape) ** 0.5
+    return delta.dense().abs().pow(p).mean((-2, -1)).pow(1 / p)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from factpatch.backends import no_cudnn_attention
 from factpatch.deltas import Delta
-from factpatch.engine import edited
-from factpatch.errors import FileError, InputError, MismatchError, ModelError
-from factpatch.files import atomic_file, read_safetensors, sort_metadata
+from factpatch.engine import check_rows_first, edited
+from factpatch.errors import FileError, InputError
+from factpatch.files import read_safetensors, write_safetensors
+from factpatch.fingerprints import check_base
+from factpatch.grouping import keys_by_value
 from factpatch.models import Rows, TaskModel
-from factpatch.patch import check_template, weight_shape
+from factpatch.patch import weight_shape
 
 FORMAT = "factpatch-covariance-1"
 FLOOR = 1e-3  # added to the diagonal, as a multiple of its mean
@@ -49,11 +51,7 @@ def visit_inputs(
         def watch(name: str, indices: list[int] = indices) -> Callable[..., None]:
             def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
                 x = args[0]
-                if len(indices) > 1 and x.dim() > 2 and x.shape[0] != len(indices):
-                    raise ModelError(
-                        f"{name} gets inputs of shape {tuple(x.shape)}, whose first dimension is not the texts of the "
-                        "batch; models of this architecture cannot be edited"
-                    )
+                check_rows_first(name, x, len(indices) == 1 or x.dim() <= 2 or x.shape[0] == len(indices))
                 visit(indices, name, x.reshape(len(indices), -1, x.shape[-1]))
 
             return hook
@@ -68,11 +66,9 @@ def visit_inputs(
 def _unpadded_batches(model: TaskModel, examples: Sequence[Example]) -> Iterator[tuple[list[int], Rows]]:
     encoded = model.encode([text for text, _ in examples])
     targets = None if model.kind == "classifier" else model.encode_targets([answer for _, answer in examples])
-    by_length: dict[tuple[int, int], list[int]] = {}
-    for i, one in enumerate(encoded):
-        by_length.setdefault((len(one["input_ids"]), len(targets[i]) if targets else 0), []).append(i)
+    lengths = {i: (len(one["input_ids"]), len(targets[i]) if targets else 0) for i, one in enumerate(encoded)}
     nowhere = torch.empty(0, dtype=torch.long, device=model.device)  # target positions: no logits are needed
-    for (tokens, answer_tokens), group in sorted(by_length.items()):
+    for (tokens, answer_tokens), group in sorted(keys_by_value(lengths).items()):
         for batch in model.batches([tokens + answer_tokens] * len(group)):
             indices = [group[k] for k in batch]
             chosen = [targets[i] for i in indices] if targets else None
@@ -139,17 +135,17 @@ class Covariance:
         sample = sorted(model.encode_readable(list(texts)))
         if not sample:
             raise InputError("expected a sample of ordinary inputs, found no usable text; give some control inputs")
-        known = dict(predictions or {})
-        if model.kind != "classifier" and (missing := [text for text in sample if text not in known]):
-            known.update(zip(missing, model.predict(missing), strict=True))
-        examples = [(text, known.get(text, "")) for text in sample]
+        answers = dict(predictions or {})
+        if model.kind != "classifier" and (missing := [text for text in sample if text not in answers]):
+            answers.update(zip(missing, model.predict(missing), strict=True))
+        examples = [(text, answers.get(text, "")) for text in sample]
         readers = find_readers(model, examples[0])
         readers = {name: key for name, key in readers.items() if weights is None or name in weights}
         sizes = {name: weight_shape(model.layers[name])[1] ** 2 for name in dict.fromkeys(readers.values())}
-        keep = torch.float64 if model.model.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if model.model.dtype == torch.float64 else torch.float32
         moments: dict[str, Tensor] = {}
         for group in passes(sizes, model.device):
-            moments |= {name: C.to(keep).cpu() for name, C in _moments(model, examples, group, keep).items()}
+            moments |= {name: C.to(dtype).cpu() for name, C in _moments(model, examples, group, dtype).items()}
         return cls(model.fingerprint, sample_hash(sample), len(sample), moments, readers)
 
     def of(self, name: str, device: torch.device) -> Tensor:
@@ -163,12 +159,8 @@ class Covariance:
         return C
 
     def check_fits(self, model: TaskModel) -> None:
-        check_template("the covariance", self.base, model.fingerprint)
-        if self.base != model.fingerprint:
-            raise MismatchError(
-                f"the covariance was computed for weights {self.base[:12]}, this model has {model.fingerprint[:12]}; "
-                "compute it again for this model"
-            )
+        advice = "compute it again for this model"
+        check_base("the covariance was computed", self.base, model.fingerprint, advice)
         for name, key in self.readers.items():
             width = weight_shape(model.layers[name])[1] if name in model.layers else None
             C = self.moments[key]
@@ -178,10 +170,7 @@ class Covariance:
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file."""
         described = {"base": self.base, "sample": self.sample, "count": str(self.count)}
-        metadata = {"format": FORMAT, **described, "readers": json.dumps(self.readers)}
-        with atomic_file(path) as scratch:
-            save_file(self.moments, scratch, metadata=metadata)
-            sort_metadata(scratch)
+        write_safetensors(path, self.moments, {"format": FORMAT, **described, "readers": json.dumps(self.readers)})
 
     @classmethod
     def load(cls, path: str | Path) -> Covariance:
@@ -193,11 +182,17 @@ class Covariance:
             raise FileError(f"{path} is not a readable covariance file ({error}); compute it again") from error
 
 
-def checked_readers(found: Any, moments: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns `found` if it maps names of weights to keys of `moments`. Raises a ValueError otherwise."""
-    if not isinstance(found, dict) or not all(isinstance(key, str) and key in moments for key in found.values()):
+def check_ridge(ridge: float) -> None:
+    """Raises an InputError if λ, the weight of the covariance in a least-squares solve, is not a positive number."""
+    if not 0 < ridge < math.inf:
+        raise InputError(f"expected a ridge above 0, found {ridge}; values between 0.01 and 1 are usual")
+
+
+def checked_readers(readers: Any, moments: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns `readers` if it maps names of weights to keys of `moments`. Raises a ValueError otherwise."""
+    if not isinstance(readers, dict) or not all(isinstance(key, str) and key in moments for key in readers.values()):
         raise ValueError("it lacks the moments of some weights")
-    return found
+    return readers
 
 
 def sample_hash(texts: Iterable[str]) -> str:
@@ -209,16 +204,14 @@ def _moments(
     model: TaskModel, examples: Sequence[Example], names: Sequence[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Computes C of the named layers: products of one batch in the given precision, sums over batches in float64."""
-    sums: dict[str, Tensor] = {}
+    widths = {name: weight_shape(model.layers[name])[1] for name in names}
+    sums = {name: torch.zeros(width, width, dtype=torch.float64, device=model.device) for name, width in widths.items()}
     counts = dict.fromkeys(names, 0)
 
     def visit(_: list[int], name: str, X: Tensor) -> None:
         K = X.flatten(0, 1).to(dtype)  # (tokens, in)
         counts[name] += len(K)
-        if name in sums:
-            sums[name] += K.mT @ K
-        else:
-            sums[name] = (K.mT @ K).double()
+        sums[name] += K.mT @ K
 
     visit_inputs(model, examples, names, visit)
     return {name: total / counts[name] for name, total in sums.items()}

@@ -35,9 +35,9 @@ class LowRank:
     def dense(self) -> Tensor:
         return self.B.float().mT @ self.A.float()  # (..., out, in)
 
-    def norm(self) -> Tensor:
+    def norm(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Frobenius norm, computed from ⟨B₁ᵀA₁, B₂ᵀA₂⟩ = Σ (A₁A₂ᵀ ⊙ B₁B₂ᵀ)."""
-        A, B = self.A.double(), self.B.double()
+        A, B = self.A.to(dtype), self.B.to(dtype)
         return ((A @ A.mT) * (B @ B.mT)).sum((-2, -1)).clamp(min=0).sqrt()
 
     def add_rows(self, output: Tensor, x: Tensor) -> Tensor:
@@ -67,8 +67,8 @@ class Dense:
     def dense(self) -> Tensor:
         return self.delta.float()
 
-    def norm(self) -> Tensor:
-        return torch.linalg.matrix_norm(self.delta.double())
+    def norm(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.linalg.matrix_norm(self.delta.to(dtype))
 
     def add_rows(self, output: Tensor, x: Tensor) -> Tensor:
         return _add_product(output, x, self.delta.to(x.dtype).mT)
@@ -108,14 +108,13 @@ def stack(changes: list[Delta | None], shape: tuple[int, int], like: Tensor) -> 
     if any(isinstance(change, Dense) for change in changes):
         zero = like.new_zeros(shape)
         return Dense(torch.stack([zero if c is None else c.dense().to(like) for c in changes]))
-    low = [c for c in changes if isinstance(c, LowRank)]
-    rank = aligned(max(c.rank for c in low), like)
+    rank = aligned(max(c.rank for c in changes if c is not None), like)
 
-    def filled(name: str, width: int) -> Tensor:
-        empty = like.new_zeros(rank, width)
-        return torch.stack([empty if c is None else _pad_rank(c.tensors[name].to(like), rank) for c in changes])
+    def padded(name: str, width: int) -> Tensor:
+        factors = [like.new_zeros(0, width) if c is None else c.tensors[name].to(like) for c in changes]
+        return torch.stack([F.pad(factor, (0, 0, 0, rank - len(factor))) for factor in factors])
 
-    return LowRank(filled("A", shape[1]), filled("B", shape[0]))
+    return LowRank(padded("A", shape[1]), padded("B", shape[0]))
 
 
 def unstack(stacks: Mapping[str, LowRank]) -> list[dict[str, LowRank]]:
@@ -142,10 +141,6 @@ def _used(factor: Tensor, rows: Tensor) -> Tensor:
 def aligned(rank: int, like: Tensor) -> int:
     """Rounds a rank up to a multiple of eight on a GPU, whose tensor cores multiply eight numbers at a time."""
     return rank + (-rank % 8 if like.is_cuda else 0)
-
-
-def _pad_rank(factor: Tensor, rank: int) -> Tensor:
-    return factor if len(factor) == rank else F.pad(factor, (0, 0, 0, rank - len(factor)))
 
 
 def _add_product(output: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -100,8 +100,8 @@ def demonstrate_together(
 def _rates(
     answer: Callable[[list[str]], list[str]], revisions: Sequence[Revision], controls: Sequence[Revision]
 ) -> dict[str, float | None]:
-    found = summary([one.outcome for one in examine_answers(answer, revisions, controls)])
-    return {key: found[key] for key in ("success", "retain", "equivalence")}
+    rates = summary([one.outcome for one in examine_answers(answer, revisions, controls)])
+    return {key: rates[key] for key in ("success", "retain", "equivalence")}
 
 
 def outdated(model: TaskModel) -> list[Revision]:

@@ -65,7 +65,7 @@ def capture(layers: Mapping[str, nn.Module], losses: Callable[[], Tensor]) -> di
         if not pairs:
             continue
         for x, _, _ in pairs:
-            _check_rows_first(name, x, x.dim() <= 2 or x.shape[0] == edits)
+            check_rows_first(name, x, x.dim() <= 2 or x.shape[0] == edits)
         X = [x.reshape(edits, -1, x.shape[-1]) for x, _, _ in pairs]
         D = [(torch.zeros_like(y) if g is None else g).reshape(edits, -1, y.shape[-1]) for _, y, g in pairs]
         traces[name] = Trace(_joined(X), _joined(D))
@@ -88,7 +88,7 @@ def edited(layers: Mapping[str, nn.Module], deltas: Mapping[str, Delta]) -> Iter
             return _run_folded(layer, delta)
 
         def forward(x: Tensor) -> Tensor:
-            _check_rows_first(name, x, x.shape[0] % edits == 0)
+            check_rows_first(name, x, x.shape[0] % edits == 0)
             if isinstance(delta, LowRank) and is_plain:
                 A, B = delta.A.to(x.dtype), delta.B.to(x.dtype)
                 if not torch.is_grad_enabled():
@@ -194,12 +194,12 @@ def _per_edit(x: Tensor, stack: Tensor) -> Tensor:
     return x.reshape(len(stack), -1, x.shape[-1])
 
 
-def _check_rows_first(name: str, x: Tensor, holds: bool) -> None:
+def check_rows_first(name: str, x: Tensor, holds: bool) -> None:
     """Raises a ModelError if the first dimension of a layer's inputs is not the rows: edits are told apart by rows."""
     if not holds:
         raise ModelError(
             f"{name} gets inputs of shape {tuple(x.shape)}, whose first dimension is not the texts of the batch; "
-            "models of this architecture cannot run several edits at once"
+            "models of this architecture cannot be edited in batches"
         )
 
 

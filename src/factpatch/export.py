@@ -42,10 +42,10 @@ class Adapter:
         check_rank(rank)
         if not deltas:
             raise InputError("the patch changes no weights, so there is nothing to export; make the patch again")
-        cuts = {name: _cut(delta, rank or min(delta.shape)) for name, delta in deltas.items()}
+        truncated = {name: _truncated(delta, rank or min(delta.shape)) for name, delta in deltas.items()}
         total = sum(float(delta.norm()) ** 2 for delta in deltas.values())
-        kept = 1 - sum(lost for _, lost in cuts.values()) / total if total else 1.0
-        factors = {name: low for name, (low, _) in cuts.items()}
+        kept = 1 - sum(lost for _, lost in truncated.values()) / total if total else 1.0
+        factors = {name: low for name, (low, _) in truncated.items()}
         needed = max(low.rank for low in factors.values())
         if truncate and rank is None and needed > RANKS[-1]:
             return cls.of(factors, RANKS[-1])
@@ -53,12 +53,12 @@ class Adapter:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the adapter's tensors by PEFT's names, padded with zeros to the rank."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, delta in self.deltas.items():
             key = f"base_model.model.{module_name(name)}"
-            found[f"{key}.lora_A.weight"] = _padded(delta.A, self.rank)  # (r, in)
-            found[f"{key}.lora_B.weight"] = _padded(delta.B, self.rank).T.contiguous()  # (out, r)
-        return found
+            tensors[f"{key}.lora_A.weight"] = _padded(delta.A, self.rank)  # (r, in)
+            tensors[f"{key}.lora_B.weight"] = _padded(delta.B, self.rank).T.contiguous()  # (out, r)
+        return tensors
 
     def config(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Returns the content of adapter_config.json. `model` supplies its name, its task and how it stores weights."""
@@ -112,7 +112,7 @@ def singular_values(delta: Delta) -> tuple[Tensor, Tensor, Tensor]:
     return Q_out @ U, S, Vt @ Q_in.mT
 
 
-def _cut(delta: Delta, rank: int) -> tuple[LowRank, float]:
+def _truncated(delta: Delta, rank: int) -> tuple[LowRank, float]:
     """Truncates a change to a rank; also returns the squared norm that is lost."""
     if isinstance(delta, LowRank) and delta.rank <= rank:
         return delta, 0.0
@@ -129,12 +129,11 @@ def _padded(factor: Tensor, rank: int) -> Tensor:
 
 
 def _lowest_rank(needed: int) -> int:
-    for rank in RANKS:
-        if rank >= needed:
-            return rank
-    raise InputError(
-        f"the patch has rank {needed}, but servers accept at most {RANKS[-1]}; truncate it with rank {RANKS[-1]}"
-    )
+    if needed > RANKS[-1]:
+        raise InputError(
+            f"the patch has rank {needed}, but servers accept at most {RANKS[-1]}; truncate it with rank {RANKS[-1]}"
+        )
+    return next(rank for rank in RANKS if rank >= needed)
 
 
 def _task_type(model: nn.Module | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,16 +26,16 @@ class FactEdit:
     subject: str | None = None  # the part of x that names what the fact is about, if it is known
 
     @classmethod
-    def from_dict(cls, found: Any) -> FactEdit:
+    def from_dict(cls, fields: Any) -> FactEdit:
         """Builds an edit from what `to_dict` returned. Raises a ValueError for anything else."""
-        if not isinstance(found, dict):
-            raise ValueError(f"expected an edit, found {type(found).__name__}")
-        for key, value in found.items():
+        if not isinstance(fields, dict):
+            raise ValueError(f"expected an edit, found {type(fields).__name__}")
+        for key, value in fields.items():
             if not isinstance(value, str) and not (value is None and key in ("y", "subject")):
                 raise ValueError(f"expected a text in {key!r} of an edit, found {type(value).__name__}")
             (value or "").encode()  # raises a ValueError for half of a surrogate pair
         try:
-            return cls(**found)
+            return cls(**fields)
         except TypeError as error:
             raise ValueError(f"expected an edit, found other keys: {error}") from None
 
@@ -68,6 +69,14 @@ def same(a: str, b: str) -> bool:
     return normalize(a) == normalize(b)
 
 
+def distinct_from(text: str, others: Iterable[str]) -> list[str]:
+    """Returns the other texts without copies of `text` or of each other; texts are compared after normalising."""
+    kept = {normalize(text): text}
+    for other in others:
+        kept.setdefault(normalize(other), other)
+    return list(kept.values())[1:]
+
+
 def read_edits(path: str | Path, skip_bad: bool = False) -> tuple[list[FactEdit], int]:
     """Reads facts to edit, one `{"input": ..., "target": ...}` per line. Also returns the number of skipped lines."""
     edits, bad = read_numbered_edits(path, skip_bad)
@@ -87,5 +96,5 @@ def read_numbered_edits(path: str | Path, skip_bad: bool = False) -> tuple[list[
 
 def _parse_edit(record: dict[str, Any]) -> FactEdit:
     prediction = record.get("prediction")
-    known = prediction if isinstance(prediction, str) else None
-    return FactEdit(x=required_text(record, "input"), a=required_text(record, "target"), y=known)
+    y = prediction if isinstance(prediction, str) else None
+    return FactEdit(required_text(record, "input"), required_text(record, "target"), y)

@@ -1,5 +1,7 @@
 """Writing files and folders atomically: a crash leaves either the old content or the new one."""
 
+from __future__ import annotations
+
 import glob
 import hashlib
 import json
@@ -8,14 +10,17 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from factpatch.errors import FileError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ABANDONED_SECONDS = 24 * 3600  # age at which a scratch file belongs to a process that was killed
 MOST_TEXT = 1 << 30  # bytes in a text file that is read as a whole
@@ -26,34 +31,23 @@ PROBE = ".factpatch-"  # prefix of the files that `check_writable` creates and r
 def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yields a scratch path beside `path`; the file written there replaces `path` when the block ends without error."""
     path = checked_target(path)
-    with as_file_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(path.parent, _scratch_prefix(path))
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_scratch_prefix(path))
-        os.close(handle)
-        scratch = Path(name)
-        try:
-            yield scratch
-            _sync(scratch, path)
-            os.replace(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
+    with as_file_errors(path), _scratch_folder(path.parent, _scratch_prefix(path)) as folder:
+        scratch = folder / path.name
+        scratch.touch()
+        yield scratch
+        _sync(scratch, path)
+        os.replace(scratch, path)
 
 
 @contextmanager
 def new_file(path: str | Path) -> Iterator[Path]:
     """Yields a scratch path beside `path`; the file written there becomes `path`, unless `path` exists by then."""
     path = checked_target(path)
-    with as_file_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=_scratch_prefix(path)))
-        try:
-            yield scratch / path.name
-            _sync(scratch / path.name)
-            with suppress(FileExistsError):
-                os.link(scratch / path.name, path)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    with as_file_errors(path), _scratch_folder(path.parent, _scratch_prefix(path)) as folder:
+        yield folder / path.name
+        _sync(folder / path.name)
+        with suppress(FileExistsError):
+            os.link(folder / path.name, path)
 
 
 @contextmanager
@@ -63,15 +57,11 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     An existing folder is replaced if it has only files of the same names. Any other folder is refused, because its
     files would be lost.
     """
-    path = Path(path)
-    with as_file_errors(path):
-        path = _resolved(path)
+    with as_file_errors(Path(path)):
+        path = _resolved(Path(path))
         if path.exists() and not path.is_dir():
             raise FileError(f"expected a folder to write, found a file at {path}; name a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(path.parent, _scratch_prefix(path))
-        scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=_scratch_prefix(path)))
-        try:
+        with _scratch_folder(path.parent, _scratch_prefix(path)) as scratch:
             yield scratch
             for file in scratch.rglob("*"):
                 if file.is_file():
@@ -79,8 +69,6 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             _refuse_foreign_files(path, {file.name for file in scratch.iterdir()})
             scratch.chmod(0o777 & ~_umask())
             _move_folder(scratch, path)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager
@@ -90,18 +78,37 @@ def files_into(folder: str | Path) -> Iterator[Path]:
     Other files of `folder` are kept. If a move fails, the error lists which files were replaced and which were not.
     """
     folder = Path(folder)
-    with as_file_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder, ".new.")
-        scratch = Path(tempfile.mkdtemp(dir=folder, prefix=".new."))
-        try:
-            yield scratch
-            files = sorted(scratch.iterdir())
-            for file in files:
-                _sync(file, folder / file.name)
-            _move_files(files, folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    with as_file_errors(folder), _scratch_folder(folder, ".new.") as scratch:
+        yield scratch
+        files = sorted(scratch.iterdir())
+        for file in files:
+            _sync(file, folder / file.name)
+        _move_files(files, folder)
+
+
+@contextmanager
+def _scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yields a temporary folder inside `parent`, and removes those that killed processes left there."""
+    parent.mkdir(parents=True, exist_ok=True)
+    _sweep(parent, prefix)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as scratch:
+        yield Path(scratch)
+
+
+def _sweep(folder: Path, prefix: str) -> None:
+    """Removes scratch folders that a killed process left. Recent ones are kept: another process may be using them."""
+    for left in folder.glob(f"{glob.escape(prefix)}????????"):
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink()
+
+
+def _scratch_prefix(path: Path) -> str:
+    """Returns the prefix of the names of scratch folders for a path.
+
+    Long names are cut: a file name has at most 255 bytes, and a character takes up to four.
+    """
+    return f".{path.name[:50]}."
 
 
 def _move_files(files: list[Path], folder: Path) -> None:
@@ -118,7 +125,54 @@ def _move_files(files: list[Path], folder: Path) -> None:
             ) from error
 
 
-def sort_metadata(path: Path) -> None:
+def _refuse_foreign_files(folder: Path, ours: set[str]) -> None:
+    existing = {file.name for file in folder.iterdir()} if folder.is_dir() else set[str]()
+    if foreign := sorted(existing - ours):
+        raise FileError(f"{folder} contains other files, such as {foreign[0]}; name a new folder")
+
+
+def _move_folder(new: Path, target: Path) -> None:
+    """Moves a folder to `target`. An existing folder is set aside first, and restored if the move fails."""
+    if not target.exists():
+        os.rename(new, target)
+        return
+    aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.old."))
+    os.rename(target, aside)
+    try:
+        os.rename(new, target)
+    except BaseException:
+        os.rename(aside, target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(path: Path, target: Path | None = None) -> None:
+    """Flushes a file to the disk and gives it the permissions of its target or, if there is none, of a new file.
+
+    Some libraries create private files.
+    """
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    mode = target.stat().st_mode if target and target.is_file() else 0o666 & ~_umask()
+    path.chmod(mode & 0o777)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_safetensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes tensors and metadata to one safetensors file. The same content always gives the same bytes."""
+    from safetensors.torch import save_file
+
+    with atomic_file(path) as scratch:
+        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, scratch, dict(metadata))
+        _sort_metadata(scratch)
+
+
+def _sort_metadata(path: Path) -> None:
     """Sorts the metadata in the header of a safetensors file, which otherwise has a random order in each process."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -146,8 +200,8 @@ def read_safetensors(path: str | Path, kind: str, form: str) -> tuple[dict[str, 
         raise FileError(f"no {kind} file at {path}; check the path") from None
     except (SafetensorError, OSError) as error:
         raise FileError(f"{path} is not a readable {kind} file; it may be truncated ({error})") from error
-    if (found := metadata.get("format", "none")) != form:
-        raise FileError(f"{path} is not a {kind} file: expected format {form}, found {found}; check the path")
+    if (actual := metadata.get("format", "none")) != form:
+        raise FileError(f"{path} is not a {kind} file: expected format {form}, found {actual}; check the path")
     return metadata, tensors
 
 
@@ -156,13 +210,13 @@ def refuse_device(path: str | Path) -> None:
     try:
         mode = os.stat(path).st_mode
     except OSError:
-        return  # which reading the file reports
+        return  # reading the file will report it
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise FileError(f"expected a file, found a device or a pipe at {path}; write its content to a file first")
 
 
 def read_text(path: Path) -> str:
-    """The text of a small file, such as a config.json, that somebody else may have made."""
+    """Reads a small text file, such as a config.json, that may come from somebody else."""
     refuse_device(path)
     if path.is_file() and path.stat().st_size > MOST_TEXT:
         raise FileError(f"expected at most {MOST_TEXT:,} bytes in {path}, found more")
@@ -191,10 +245,10 @@ def checked_target(path: str | Path) -> Path:
     with as_file_errors(path):
         if path.is_dir():
             raise FileError(f"expected a file to write, found a folder at {path}; name a file")
-        found = _resolved(path)
-        if path.exists() and not (path.is_file() and found.exists()):  # /dev/stdout can be a file without a name
+        target = _resolved(path)
+        if path.exists() and not (path.is_file() and target.exists()):  # /dev/stdout can be a file without a name
             raise FileError(f"expected a file to write, found a device or a pipe at {path}; name a file")
-        return found
+        return target
 
 
 def _resolved(path: Path) -> Path:
@@ -203,28 +257,6 @@ def _resolved(path: Path) -> Path:
         return path.resolve() if path.is_symlink() else path
     except RuntimeError:
         raise FileError(f"cannot write {path}: it is a link that leads back to itself; name another path") from None
-
-
-def _scratch_prefix(path: Path) -> str:
-    """Returns the prefix of the names of scratch files for a path.
-
-    Long names are cut: a file name has at most 255 bytes, and a character takes up to four.
-    """
-    return f".{path.name[:50]}."
-
-
-def _sweep(folder: Path, prefix: str) -> None:
-    """Removes scratch files that a killed process left. Recent ones are kept: another process may be writing them."""
-    for left in folder.glob(f"{glob.escape(prefix)}????????"):
-        with suppress(OSError):
-            if time.time() - left.lstat().st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink()
-
-
-def _refuse_foreign_files(folder: Path, ours: set[str]) -> None:
-    there = {file.name for file in folder.iterdir()} if folder.is_dir() else set[str]()
-    if foreign := sorted(there - ours):
-        raise FileError(f"{folder} contains other files, such as {foreign[0]}; name a new folder")
 
 
 def content_hash(path: str | Path) -> str:
@@ -236,21 +268,6 @@ def content_hash(path: str | Path) -> str:
         raise FileError(f"cannot read {path}: {error.strerror}; check the path") from error
 
 
-def _move_folder(new: Path, target: Path) -> None:
-    """Moves a folder to `target`. An existing folder is set aside first, and restored if the move fails."""
-    if not target.exists():
-        os.rename(new, target)
-        return
-    aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.old."))
-    os.rename(target, aside)
-    try:
-        os.rename(new, target)
-    except BaseException:
-        os.rename(aside, target)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 @contextmanager
 def as_file_errors(path: Path) -> Iterator[None]:
     """Turns errors of the system and of safetensors into FileErrors that name the path."""
@@ -259,20 +276,3 @@ def as_file_errors(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise FileError(f"cannot write {path}: {reason}. Nothing was changed there; fix this and try again") from error
-
-
-def _sync(path: Path, target: Path | None = None) -> None:
-    """Flushes a file to the disk and gives it the permissions of its target or, if there is none, of a new file.
-
-    Some libraries create private files.
-    """
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    replaced = target is not None and target.is_file()
-    path.chmod(stat.S_IMODE(target.stat().st_mode) & 0o777 if target and replaced else 0o666 & ~_umask())
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

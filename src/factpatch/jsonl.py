@@ -38,7 +38,7 @@ def read_numbered(
     path = Path(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for position, content in _pieces(file, path):
+            for position, content in _raw_records(file, path):
                 try:
                     record = parse(_decode(content))
                 except InputError as error:
@@ -53,7 +53,7 @@ def read_numbered(
         raise FileError(f"cannot read {path}: {reason}; expected a JSON lines file, plain or .gz") from error
 
 
-def _pieces(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+def _raw_records(file: IO[bytes], path: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
     """Yields each record's position, such as "line 3", and its bytes; for a JSON array, the decoded record."""
     first = True
     for number, line in enumerate(_lines(file), start=1):
@@ -92,16 +92,16 @@ def _decode(content: bytes | dict[str, Any]) -> dict[str, Any]:
     try:
         record = json.loads(content.decode("utf-8").rstrip("\r\n")) if isinstance(content, bytes) else content
     except UnicodeDecodeError as error:
-        found = error.object[error.start]
-        raise InputError(f"expected UTF-8, found byte 0x{found:02x} at position {error.start}") from None
+        byte = error.object[error.start]
+        raise InputError(f"expected UTF-8, found byte 0x{byte:02x} at position {error.start}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"expected a JSON object, found a syntax error at column {error.colno}: {error.msg}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"expected a JSON object, found one that cannot be read: {error}") from None
     if not isinstance(record, dict):
         raise InputError(f"expected a JSON object, found {type(record).__name__}")
-    may_have = isinstance(content, dict) or b"\\ud" in content.lower()
-    if may_have and _has_lone_surrogates(record):
+    may_have_surrogates = isinstance(content, dict) or b"\\ud" in content.lower()
+    if may_have_surrogates and _has_lone_surrogates(record):
         raise InputError("expected Unicode text, found half of a surrogate pair, as in a truncated emoji")
     return record
 
@@ -116,17 +116,17 @@ def _has_lone_surrogates(record: dict[str, Any]) -> bool:
 
 def required_text(record: dict[str, Any], key: str) -> str:
     """Returns the text under this key of a record. Raises an InputError if there is none."""
-    found = record.get(key)
-    if not isinstance(found, str):
-        raise InputError(f'expected a text in "{key}", found {json.dumps(found)[:60]}')
-    return found
+    text = record.get(key)
+    if not isinstance(text, str):
+        raise InputError(f'expected a text in "{key}", found {json.dumps(text)[:60]}')
+    return text
 
 
 def text_list(record: dict[str, Any], key: str) -> tuple[str, ...]:
     """Returns the texts listed under this key of a record; none if the key is missing."""
-    found = record.get(key)
-    if found is None:
+    texts = record.get(key)
+    if texts is None:
         return ()
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise InputError(f'expected a list of texts in "{key}", found {json.dumps(found)[:60]}')
-    return tuple(found)
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InputError(f'expected a list of texts in "{key}", found {json.dumps(texts)[:60]}')
+    return tuple(texts)

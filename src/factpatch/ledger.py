@@ -8,35 +8,26 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch import Tensor
 
 from factpatch import merging, refining
 from factpatch.covariance import Covariance
 from factpatch.deltas import Delta
 from factpatch.editors import EditMethod, Looped, TrainableEditor
-from factpatch.errors import InputError, MismatchError
+from factpatch.errors import InputError
 from factpatch.facts import FactEdit, normalize, same
 from factpatch.files import new_file
-from factpatch.ledger_checks import (
-    check_rows,
-    check_totals,
-    check_units,
-    stored_covariance,
-    stored_others,
-    stored_ridge,
-    stored_settings,
-)
+from factpatch.fingerprints import check_base
+from factpatch.ledger_settings import initialise, stored_covariance, stored_others, stored_ridge, stored_settings
 from factpatch.ledger_store import Event, Fact, Status, Store
-from factpatch.ledger_sums import Totals, add_to_totals, choose_units, quantized_rows, solve_rows, solve_totals
-from factpatch.merging import Mode, unpatched
+from factpatch.ledger_sums import FactSums, Rows, Totals
+from factpatch.merging import Mode
 from factpatch.models import TaskModel
-from factpatch.patch import Patch, check_template
+from factpatch.patch import Patch, unpatched
 from factpatch.scope import Scope, predict_scoped
 
-FEW = 16  # up to this many facts, the merge is solved from their rows, which may give small factors
 PATCHES_IN_MEMORY = 256
 MOST_CACHED_BYTES = 512 << 20  # larger totals are not cached, but recomputed from the rows
 
@@ -91,64 +82,33 @@ class Ledger:
         create = others is not None or covariance is not None
         if create and refine and not others:
             raise InputError("a ledger that refines its patch needs others: inputs whose answers should not change")
+        settings = {"ridge": ridge, "mode": mode or "unedited", "refine": refine or 0}
         if create and not Path(path).exists():
-            found = self._prepare(covariance, others)
-            with new_file(path) as scratch, closing(Store(scratch, create)) as self.store:
-                self._initialise(found, others, ridge, mode or "unedited", refine or 0)
-                self.store.settle()
+            covariance = self._fitting_covariance(covariance, others)
+            with new_file(path) as scratch, closing(Store(scratch, create)) as store:
+                initialise(store, self.model, covariance, others, settings)
+                store.checkpoint()
         self.store = Store(path, create)
         try:
             if create and not self.store.get_meta():  # an empty file
-                self._initialise(self._prepare(covariance, others), others, ridge, mode or "unedited", refine or 0)
+                covariance = self._fitting_covariance(covariance, others)
+                initialise(self.store, self.model, covariance, others, settings)
             self.meta = self.store.get_meta()
-            self.settings = self._checked_settings({"ridge": ridge, "mode": mode, "refine": refine})
+            self.settings = stored_settings(self.store, self.meta, {"ridge": ridge, "mode": mode, "refine": refine})
             self.mode: Mode = self.settings["mode"]
+            if model is not None:
+                advice = "load the model it was made for"
+                check_base(f"the ledger {path} was made", self.meta["base"], model.fingerprint, advice)
         except BaseException:
             self.store.close()
             raise
 
-    def _checked_settings(self, wanted: Mapping[str, object]) -> dict[str, Any]:
-        """Reads the settings the ledger was created with.
-
-        Raises a MismatchError if they, or its model, differ from what is wanted.
-        """
-        path = self.store.path
-        found = stored_settings(self.store, self.meta)
-        if self._model is not None and self.meta["base"] != self._model.fingerprint:
-            check_template("the ledger", self.meta["base"], self._model.fingerprint)
-            raise MismatchError(
-                f"the ledger {path} belongs to weights {self.meta['base'][:12]}, this model has "
-                f"{self._model.fingerprint[:12]}; load the model it was made for"
-            )
-        for name, value in wanted.items():
-            if value not in (None, found[name]):
-                raise MismatchError(
-                    f"the ledger {path} was created with {name}={found[name]}, not {value}; "
-                    f"leave {name} out, or create another ledger"
-                )
-        return found
-
-    def _prepare(self, covariance: Covariance | None, others: Iterable[str] | None) -> Covariance:
+    def _fitting_covariance(self, covariance: Covariance | None, others: Iterable[str] | None) -> Covariance:
+        """Returns the covariance that was given, if it fits the model, or else computes it from the other inputs."""
         with unpatched(self.model):
             covariance = covariance or Covariance.compute(self.model, others or ())
             covariance.check_fits(self.model)
         return covariance
-
-    def _initialise(
-        self, covariance: Covariance, others: list[str] | None, ridge: float | None, mode: Mode, refine: int
-    ) -> None:
-        units = choose_units(self.model, covariance)
-        with self.store.transaction():
-            if self.store.get_meta():  # another process was faster
-                return
-            self.store.put_covariance(covariance.moments)
-            self.store.put_cached("units", [], units)
-            described = {"sample": covariance.sample, "count": covariance.count, "readers": covariance.readers}
-            settings = {"ridge": ridge, "mode": mode, "refine": refine, "covariance": described}
-            if refine:
-                self.store.set_meta({"others": json.dumps(others)})
-            identity = {"base": self.model.fingerprint, "identity": self.model.identity}
-            self.store.set_meta({**identity, "settings": json.dumps(settings)})
 
     def __enter__(self) -> Self:
         return self
@@ -167,26 +127,24 @@ class Ledger:
 
     @cached_property
     def covariance(self) -> Covariance:
-        found = stored_covariance(self.store, self.meta["base"], self.settings)
-        found.check_fits(self.model)
-        return found
+        covariance = stored_covariance(self.store, self.meta["base"], self.settings)
+        covariance.check_fits(self.model)
+        return covariance
 
     @cached_property
-    def units(self) -> dict[str, Tensor]:
-        _, units = self.store.cached("units") or ([], {})
-        check_units(self.store, units, self.model, self.covariance)
-        return units
+    def sums(self) -> FactSums:
+        return FactSums(self.store, self.model, self.covariance)
 
     def ridge(self, facts: Sequence[Fact]) -> dict[str, float]:
         """Returns λ of each weight.
 
         It is the ledger's setting, otherwise the value learned by these facts' editors, otherwise the default.
         """
-        given = self.settings["ridge"]
-        known = self.store.get_meta()
-        ridges = (stored_ridge(self.store, known.get(f"ridge of {fact.id}", "{}")) for fact in facts)
-        learned = (merging.mean_ridge(ridges) if given is None else None) or {}
-        return {name: learned.get(name, given or merging.RIDGE) for name in self.covariance.readers}
+        if self.settings["ridge"] is not None:
+            return dict.fromkeys(self.covariance.readers, self.settings["ridge"])
+        meta = self.store.get_meta()
+        learned = merging.mean_ridge(stored_ridge(self.store, meta.get(f"ridge of {fact.id}", "{}")) for fact in facts)
+        return {name: learned.get(name, merging.RIDGE) for name in self.covariance.readers}
 
     # Facts
 
@@ -218,38 +176,39 @@ class Ledger:
         active = ((normalize(fact.x), fact) for fact in self.facts())
         known = {form: fact for form, fact in active if form in wanted and same(fact.target, wanted[form].a)}
         new = [edit for form, edit in wanted.items() if form not in known]
-        made = self._propose(editor, new) if new else []
+        proposed = self._propose(editor, new) if new else []
         with self.store.transaction():
             ids = [fact.id for fact in known.values()]
-            for patch, rows in made:
+            for patch, rows in proposed:
                 (edit,) = patch.edits
                 before = self.store.active_with_input(edit.x)
-                if before is not None and same(self.fact(before).target, edit.a):
-                    ids.append(before)  # another process has added the same fact meanwhile
+                if before and same(before.target, edit.a):
+                    ids.append(before.id)  # another process has added the same fact meanwhile
                     continue
-                if before is not None:
-                    self.store.retire(before, "replaced", f"replaced by {edit.a!r}")
+                if before:
+                    self.store.retire(before.id, "replaced", f"replaced by {edit.a!r}")
                 ids.append(self.store.insert(edit, (paraphrases or {}).get(edit.x, ()), note, patch, rows))
                 if patch.ridge:
                     self.store.set_meta({f"ridge of {ids[-1]}": json.dumps(patch.ridge)})
-                if before is not None:
-                    self.store.record(ids[-1], f"replaces fact {before}")
+                if before:
+                    self.store.record(ids[-1], f"replaces fact {before.id}")
         return [self.fact(i) for i in sorted(ids)]
 
-    def _propose(self, editor: EditMethod, edits: Sequence[FactEdit]) -> list[tuple[Patch, dict[str, Tensor]]]:
+    def _propose(self, editor: EditMethod, edits: Sequence[FactEdit]) -> list[tuple[Patch, Rows]]:
         method = Looped(editor) if isinstance(editor, TrainableEditor) else editor
         with unpatched(self.model):
             patches = method.propose(self.model, edits)
-            answers = self.model.predict_patched(patches, [patch.edits[0].x for patch in patches])
-            for patch, answer in zip(patches, answers, strict=True):
-                if not same(answer, patch.edits[0].a):
+            asked = [edit for patch in patches for edit in patch.edits]
+            answers = self.model.predict_patched(patches, [edit.x for edit in asked])
+            for edit, answer in zip(asked, answers, strict=True):
+                if not same(answer, edit.a):
                     raise InputError(
-                        f"the edit of {patch.edits[0].x!r} to {patch.edits[0].a!r} failed: the patched model says "
-                        f"{answer!r}. Nothing was added; try a different wording, or leave this fact out"
+                        f"the edit of {edit.x!r} to {edit.a!r} failed: the patched model says {answer!r}. "
+                        "Nothing was added; try a different wording, or leave this fact out"
                     )
             if self.mode == "sequence":  # solved from the patches themselves
                 return [(patch, {}) for patch in patches]
-            return [(patch, quantized_rows(self.model, patch, self.covariance, self.units)) for patch in patches]
+            return [(patch, self.sums.quantized_rows(patch)) for patch in patches]
 
     def remove(self, fact_id: int) -> None:
         """Removes a fact; its record and history stay. The merged patch is then as if it had never been added."""
@@ -281,7 +240,7 @@ class Ledger:
         merged = Patch(deltas, self.meta["base"], method, edits)
         if steps:
             merged = refining.refine(self.model, merged, stored_others(self.store, self.meta["others"]), steps)
-        self._keep(ids, merged, totals)
+        self._cache(ids, merged, totals)
         return merged
 
     @torch.no_grad()
@@ -292,30 +251,9 @@ class Ledger:
             patches = [self.store.patch(fact, self.meta["base"]) for fact in facts]
             ridge, mode = self.ridge(facts), self.mode
             return merging.merge(self.model, patches, covariance=self.covariance, ridge=ridge, mode=mode).deltas, None
-        if len(facts) <= FEW:
-            rows = [self._rows(fact.id) for fact in facts]
-            return solve_rows(self.model, rows, self.units, self.covariance, self.ridge(facts)), None
-        totals = self._totals([fact.id for fact in facts])
-        return solve_totals(self.model, totals, len(facts), self.units, self.covariance, self.ridge(facts)), totals
+        return self.sums.solve([fact.id for fact in facts], self.ridge(facts))
 
-    def _rows(self, fact_id: int) -> dict[str, Tensor]:
-        rows = self.store.rows(fact_id)
-        check_rows(self.store, rows, self.model, self.covariance)
-        return rows
-
-    def _totals(self, ids: Sequence[int]) -> Totals:
-        """Computes the sums over facts, from the cached sums if few facts have been added or removed since."""
-        before, totals = self.store.cached("totals") or ([], {})
-        check_totals(self.store, totals, self.model, self.covariance)
-        gone, new = set(before) - set(ids), set(ids) - set(before)
-        if len(gone) + len(new) > len(ids):
-            totals, gone, new = {}, set(), set(ids)
-        readers = self.covariance.readers
-        add_to_totals(totals, map(self._rows, sorted(gone)), readers, -1)
-        add_to_totals(totals, map(self._rows, sorted(new)), readers, 1)
-        return totals
-
-    def _keep(self, ids: list[int], merged: Patch, totals: Totals | None) -> None:
+    def _cache(self, ids: list[int], merged: Patch, totals: Totals | None) -> None:
         size = sum(total.nbytes for total in (totals or {}).values())
         with self.store.transaction():
             if self.store.active_ids() != ids:  # another process has changed the facts meanwhile
@@ -324,6 +262,8 @@ class Ledger:
             if totals is not None and size <= MOST_CACHED_BYTES:
                 self.store.put_cached("totals", ids, totals)
             self.store.drop_rows_of_others([*ids, *self.store.cached_ids("totals")])
+
+    # Answers
 
     def predict_scoped(self, inputs: Sequence[str]) -> list[str]:
         """Answers each input under the patch of the fact that it is about, or with the unedited model.

@@ -88,10 +88,10 @@ class Store:
         self.path = Path(path)
         if not create and not self.path.is_file():
             raise FileError(f"no ledger at {self.path}; create one with factpatch ledger init")
-        with self.readable():
+        with self._as_file_errors():
             self.db = sqlite3.connect(self.path, timeout=LOCK_SECONDS, isolation_level=None)
         try:
-            with self.readable():
+            with self._as_file_errors():
                 self.db.execute("PRAGMA foreign_keys = ON")
                 self._open(create)
         except BaseException:
@@ -122,16 +122,13 @@ class Store:
     def close(self) -> None:
         self.db.close()
 
-    def settle(self) -> None:
-        """Checkpoints SQLite's write-ahead log into the file.
-
-        Closing would do so too, but would hide an error.
-        """
-        with self.readable():
+    def checkpoint(self) -> None:
+        """Moves the content of SQLite's write-ahead log into the file. Closing does so too, but hides errors."""
+        with self._as_file_errors():
             self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     @contextmanager
-    def readable(self) -> Iterator[None]:
+    def _as_file_errors(self) -> Iterator[None]:
         """Turns SQLite's errors into FileErrors."""
         try:
             yield
@@ -147,8 +144,8 @@ class Store:
 
     @contextmanager
     def transaction(self, write: bool = True) -> Iterator[None]:
-        """Provides one consistent view of the ledger; with `write`, no other process can write meanwhile."""
-        with self.readable():
+        """Makes a `with` block see one state of the ledger; with `write`, no other process can write meanwhile."""
+        with self._as_file_errors():
             self.db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
             try:
                 yield
@@ -159,7 +156,7 @@ class Store:
                 raise
 
     def _select(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        with self.readable():
+        with self._as_file_errors():
             return self.db.execute(query, values).fetchall()
 
     def damaged(self, reason: object) -> FileError:
@@ -168,20 +165,20 @@ class Store:
     def parsed(self, text: object, kind: type[Parsed]) -> Parsed:
         """Parses the JSON list or object in a table cell."""
         try:
-            found = json.loads(text) if isinstance(text, str) else None
+            value = json.loads(text) if isinstance(text, str) else None
         except (ValueError, RecursionError) as error:
             raise self.damaged(error) from error
-        if not isinstance(found, kind):
+        if not isinstance(value, kind):
             raise self.damaged(f"expected a {kind.__name__} in JSON")
-        return found
+        return value
 
     # Settings
 
     def get_meta(self) -> dict[str, str]:
-        found = dict(self._select("SELECT key, value FROM meta"))
-        if not all(isinstance(text, str) for pair in found.items() for text in pair):
+        meta = dict(self._select("SELECT key, value FROM meta"))
+        if not all(isinstance(text, str) for pair in meta.items() for text in pair):
             raise self.damaged("a setting is not text")
-        return found
+        return meta
 
     def set_meta(self, values: Mapping[str, str]) -> None:
         self.db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
@@ -193,8 +190,8 @@ class Store:
         return self._facts_where("? IS NULL OR status = ?", status, status)
 
     def fact(self, fact_id: int) -> Fact:
-        if found := self._facts_where("id = ?", fact_id):
-            return found[0]
+        if facts := self._facts_where("id = ?", fact_id):
+            return facts[0]
         raise InputError(f"there is no fact {fact_id} in {self.path}; see factpatch ledger list")
 
     def _facts_where(self, condition: str, *values: object) -> list[Fact]:
@@ -211,25 +208,24 @@ class Store:
     def active_ids(self) -> list[int]:
         return [i for (i,) in self._select("SELECT id FROM facts WHERE status = 'active' ORDER BY id")]
 
-    def active_with_input(self, x: str) -> int | None:
-        """Returns the id of the active fact whose input is the same after normalising, if any."""
-        found = self.db.execute("SELECT id FROM facts WHERE form = ? AND status = 'active'", (normalize(x),)).fetchone()
-        return found[0] if found else None
+    def active_with_input(self, x: str) -> Fact | None:
+        """Returns the active fact whose input is the same after normalising, if any."""
+        return next(iter(self._facts_where("form = ? AND status = 'active'", normalize(x))), None)
 
     def insert(
         self, edit: FactEdit, paraphrases: Iterable[str], note: str, patch: Patch, rows: Mapping[str, Tensor]
     ) -> int:
         """Records a new active fact with its patch and the rows that the merge needs."""
-        added = self.db.execute(
+        fact_id = self.db.execute(
             "INSERT INTO facts (x, form, before, target, paraphrases, note, added, status)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, 'active')",
             (edit.x, normalize(edit.x), edit.y or "", edit.a, json.dumps(list(paraphrases)), note, _now()),
         ).lastrowid
-        assert added is not None
-        self.db.execute("INSERT INTO patches VALUES (?, ?, ?)", (added, patch.method, pack(patch.tensors())))
-        self.db.execute("INSERT INTO token_rows VALUES (?, ?)", (added, pack(rows)))
-        self.record(added, "added")
-        return added
+        assert fact_id is not None
+        self.db.execute("INSERT INTO patches VALUES (?, ?, ?)", (fact_id, patch.method, pack(patch.tensors())))
+        self.db.execute("INSERT INTO token_rows VALUES (?, ?)", (fact_id, pack(rows)))
+        self.record(fact_id, "added")
+        return fact_id
 
     def retire(self, fact_id: int, status: Status, event: str) -> None:
         """Deactivates a fact. Its record and history stay; its patch is deleted."""
@@ -241,8 +237,8 @@ class Store:
         self.db.execute("INSERT INTO history (fact, time, event) VALUES (?, ?, ?)", (fact_id, _now(), event))
 
     def history(self, fact_id: int) -> list[Event]:
-        found = self._select("SELECT time, event FROM history WHERE fact = ? ORDER BY id", fact_id)
-        return [Event(str(moment), str(event)) for moment, event in found]
+        rows = self._select("SELECT time, event FROM history WHERE fact = ? ORDER BY id", fact_id)
+        return [Event(str(time), str(event)) for time, event in rows]
 
     def methods(self) -> set[str]:
         return {str(method) for (method,) in self._select("SELECT DISTINCT method FROM patches")}
@@ -250,10 +246,10 @@ class Store:
     # Tensors
 
     def patch(self, fact: Fact, base: str) -> Patch:
-        found = self._select("SELECT method, tensors FROM patches WHERE fact = ?", fact.id)
-        if not found:
+        rows = self._select("SELECT method, tensors FROM patches WHERE fact = ?", fact.id)
+        if not rows:
             raise self.damaged(f"fact {fact.id} has no patch")
-        ((method, blob),) = found
+        ((method, blob),) = rows
         return Patch(self.deltas(self.unpack(blob)), base, str(method), (fact.edit,))
 
     def deltas(self, tensors: Mapping[str, Tensor]) -> dict[str, Delta]:
@@ -263,10 +259,10 @@ class Store:
             raise self.damaged(error) from error
 
     def rows(self, fact_id: int) -> dict[str, Tensor]:
-        found = self._select("SELECT tensors FROM token_rows WHERE fact = ?", fact_id)
-        if not found:
+        rows = self._select("SELECT tensors FROM token_rows WHERE fact = ?", fact_id)
+        if not rows:
             raise self.damaged(f"fact {fact_id} has no rows")
-        return self.unpack(found[0][0])
+        return self.unpack(rows[0][0])
 
     def drop_rows_of_others(self, fact_ids: Iterable[int]) -> None:
         """Deletes the rows of all facts but these: the active ones and those in cached sums."""
@@ -278,25 +274,25 @@ class Store:
         self.db.executemany("INSERT OR REPLACE INTO covariance VALUES (?, ?)", values)
 
     def covariance(self) -> dict[str, Tensor]:
-        found = {name: self.unpack(blob) for name, blob in self._select("SELECT name, tensors FROM covariance")}
-        if not all(isinstance(name, str) and tensors.keys() == {"C"} for name, tensors in found.items()):
+        stored = {name: self.unpack(blob) for name, blob in self._select("SELECT name, tensors FROM covariance")}
+        if not all(isinstance(name, str) and tensors.keys() == {"C"} for name, tensors in stored.items()):
             raise self.damaged("its covariance is incomplete")
-        return {name: tensors["C"] for name, tensors in found.items()}
+        return {name: tensors["C"] for name, tensors in stored.items()}
 
     def cached(self, name: str) -> tuple[list[int], dict[str, Tensor]] | None:
         """Returns cached tensors, with the ids of the facts that they were computed from."""
-        found = self._select("SELECT facts, tensors FROM cache WHERE name = ?", name)
-        return (self._ids(found[0][0]), self.unpack(found[0][1])) if found else None
+        rows = self._select("SELECT facts, tensors FROM cache WHERE name = ?", name)
+        return (self._ids(rows[0][0]), self.unpack(rows[0][1])) if rows else None
 
     def cached_ids(self, name: str) -> list[int]:
-        found = self._select("SELECT facts FROM cache WHERE name = ?", name)
-        return self._ids(found[0][0]) if found else []
+        rows = self._select("SELECT facts FROM cache WHERE name = ?", name)
+        return self._ids(rows[0][0]) if rows else []
 
     def _ids(self, text: object) -> list[int]:
-        found = self.parsed(text, list)
-        if not all(isinstance(one, int) for one in found):
+        ids = self.parsed(text, list)
+        if not all(isinstance(one, int) for one in ids):
             raise self.damaged("a list of facts contains values that are not fact numbers")
-        return found
+        return ids
 
     def put_cached(self, name: str, fact_ids: list[int], tensors: Mapping[str, Tensor]) -> None:
         blob = pack(tensors)

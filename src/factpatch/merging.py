@@ -12,19 +12,17 @@ This closed form does not depend on the order of the patches, and removing one g
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import geometric_mean
 from typing import Literal, get_args
 
-from factpatch.covariance import Covariance
+from factpatch.covariance import Covariance, check_ridge
 from factpatch.deltas import scaled
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, normalize, same
 from factpatch.models import TaskModel
-from factpatch.patch import Patch, hash_tensors, set_patches
+from factpatch.patch import Patch, unpatched
 from factpatch.solving import Problem, solve_in_sequence, solve_independently
 
 Mode = Literal["unedited", "sequence"]
@@ -62,8 +60,8 @@ def merge(
             covariance = Covariance.compute(model, others or ())
         covariance.check_fits(model)
         problem = Problem.of(model, canonical(patches), covariance, ridges)
-        found = solve_in_sequence(problem) if mode == "sequence" else solve_independently(problem)
-    deltas = {name: found[name] for name in model.layers if name in found}
+        solved = solve_in_sequence(problem) if mode == "sequence" else solve_independently(problem)
+    deltas = {name: solved[name] for name in model.layers if name in solved}
     edits = sorted({edit for patch in patches for edit in patch.edits}, key=edit_key)
     return Patch(deltas, model.fingerprint, merged_name(patch.method for patch in patches), tuple(edits))
 
@@ -73,21 +71,19 @@ def merged_name(methods: Iterable[str]) -> str:
     return "+".join(sorted({name for method in methods for name in method.partition(MERGED)[0].split("+")})) + MERGED
 
 
-def mean_ridge(ridges: Iterable[Mapping[str, float]]) -> dict[str, float] | None:
-    """Returns the geometric mean of the ridges that methods have learned, by weight; None if there are none."""
-    found = [ridge for ridge in ridges if ridge]
-    if not found:
-        return None
-    names = dict.fromkeys(name for ridge in found for name in ridge)
-    logs = {name: [math.log(ridge[name]) for ridge in found if name in ridge] for name in names}
-    return {name: math.exp(sum(values) / len(values)) for name, values in logs.items()}
+def mean_ridge(ridges: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the geometric mean of the ridges that methods have learned, by weight."""
+    by_weight: dict[str, list[float]] = {}
+    for ridge in ridges:
+        for name, value in ridge.items():
+            by_weight.setdefault(name, []).append(value)
+    return {name: geometric_mean(values) for name, values in by_weight.items()}
 
 
 def check_settings(ridges: Iterable[float], mode: str) -> None:
     """Raises an InputError for an invalid ridge or mode."""
     for ridge in ridges:
-        if not 0 < ridge < float("inf"):
-            raise InputError(f"expected a ridge above 0, found {ridge}; values between 0.01 and 1 are usual")
+        check_ridge(ridge)
     if mode not in MODES:
         raise InputError(f"expected a mode among {', '.join(MODES)}, found {mode!r}")
 
@@ -117,16 +113,10 @@ def check_conflicts(edits: Iterable[FactEdit]) -> None:
 
 def canonical(patches: Sequence[Patch]) -> list[Patch]:
     """Sorts patches by their content, so that rounding does not depend on the order in which they were given."""
-    keys = {id(patch): "\n".join(edit_key(edit) for edit in patch.edits) for patch in patches}
+    keys = {id(patch): "\n".join(map(edit_key, patch.edits)) for patch in patches}
+    # Patches of the same edits are sorted by a hash of their content, which takes time for large patches.
     ambiguous = len(set(keys.values())) < len(patches)
-
-    def content(patch: Patch) -> str:
-        """Tells apart patches of the same edits; hashing large patches is slow, and seldom needed."""
-        if not ambiguous:
-            return ""
-        return hashlib.sha256(f"{patch.method} {hash_tensors(patch.tensors())}".encode()).hexdigest()
-
-    return sorted(patches, key=lambda patch: (keys[id(patch)], content(patch)))
+    return sorted(patches, key=lambda patch: (keys[id(patch)], patch.content_hash if ambiguous else ""))
 
 
 def edit_key(edit: FactEdit) -> str:
@@ -134,64 +124,41 @@ def edit_key(edit: FactEdit) -> str:
     return repr((edit.x, edit.a, edit.y))
 
 
-def _ridges(model: TaskModel, ridge: float | Mapping[str, float] | None) -> dict[str, float]:
-    given = ridge if isinstance(ridge, Mapping) else dict.fromkeys(model.layers, RIDGE if ridge is None else ridge)
-    if unknown := next((name for name in given if name not in model.layers), None):
+def _ridges(model: TaskModel, ridge: float | Mapping[str, float]) -> dict[str, float]:
+    by_weight = ridge if isinstance(ridge, Mapping) else dict.fromkeys(model.layers, ridge)
+    if unknown := next((name for name in by_weight if name not in model.layers), None):
         raise InputError(f"the ridge names {unknown}, which is not an editable weight of this model")
-    return {name: float(given.get(name, RIDGE)) for name in model.layers}
-
-
-@contextmanager
-def unpatched(model: TaskModel) -> Iterator[None]:
-    """Reverts all patches of the model for a `with` block and applies them again afterwards."""
-    with model.lock:
-        applied = model.patches
-        set_patches(model, [])
-        try:
-            yield
-        finally:
-            set_patches(model, applied)
+    return {name: float(by_weight.get(name, RIDGE)) for name in model.layers}
 
 
 # The smallest sufficient patch
 
 
-def smallest_part(
-    model: TaskModel,
-    patches: Sequence[Patch],
-    paraphrases: Sequence[Sequence[str]] | None = None,
-    margin: float = MARGIN,
-) -> list[Patch]:
-    """Scales each patch down to `margin` times the smallest fraction that still succeeds, but never up.
+def smallest_part(model: TaskModel, patches: Sequence[Patch]) -> list[Patch]:
+    """Scales each patch down to `MARGIN` times the smallest fraction at which all of its edits still succeed.
 
-    A fraction succeeds if every edit of the patch gets its target, and each of the patch's `paraphrases` the target of
-    the first edit. A patch that fails at full size, or at the fraction found, is left unchanged.
+    A patch that fails at full size, or at the chosen fraction, is left unchanged.
     """
-    if margin < 1:
-        raise InputError(f"expected a margin of at least 1, found {margin}")
-    extra = paraphrases or [()] * len(patches)
-    wanted = [
-        [*((edit.x, edit.a) for edit in patch.edits), *((text, patch.edits[0].a) for text in texts)]
-        for patch, texts in zip(patches, extra, strict=True)
-    ]
 
-    def succeed(parts: Mapping[int, float]) -> dict[int, bool]:
-        tried = {i: scaled_patch(patches[i], part) for i, part in parts.items()}
-        asked = [(i, text, target) for i in tried for text, target in wanted[i]]
-        answers = model.predict_patched([tried[i] for i, _, _ in asked], [text for _, text, _ in asked])
-        failed = {i for (i, _, target), answer in zip(asked, answers, strict=True) if not same(answer, target)}
-        return {i: i not in failed for i in parts}
+    def succeed(fractions: Mapping[int, float]) -> dict[int, bool]:
+        """Returns whether each patch, given by its index, succeeds at the given fraction of its size."""
+        tried = {i: scaled_patch(patches[i], fraction) for i, fraction in fractions.items()}
+        asked = [(i, edit) for i in tried for edit in patches[i].edits]
+        answers = model.predict_patched([tried[i] for i, _ in asked], [edit.x for _, edit in asked])
+        failed = {i for (i, edit), answer in zip(asked, answers, strict=True) if not same(answer, edit.a)}
+        return {i: i not in failed for i in fractions}
 
-    last = len(SCALES) - 1
-    bounds = {i: (-1, last) for i, fine in succeed(dict.fromkeys(range(len(patches)), 1.0)).items() if fine}
-    while open_ := {i: (low + high) // 2 for i, (low, high) in bounds.items() if high - low > 1}:
-        for i, fine in succeed({i: SCALES[k] for i, k in open_.items()}).items():
+    # A binary search for each patch, all in the same batches: low fails, high succeeds.
+    whole = succeed(dict.fromkeys(range(len(patches)), 1.0))
+    bounds = {i: (-1, len(SCALES) - 1) for i, success in whole.items() if success}
+    while middles := {i: (low + high) // 2 for i, (low, high) in bounds.items() if high - low > 1}:
+        for i, success in succeed({i: SCALES[middle] for i, middle in middles.items()}).items():
             low, high = bounds[i]
-            bounds[i] = (low, open_[i]) if fine else (open_[i], high)
-    chosen = {i: min(1.0, SCALES[high] * margin) for i, (_, high) in bounds.items()}
-    fine = succeed({i: part for i, part in chosen.items() if part < 1})
-    return [scaled_patch(patch, chosen[i]) if fine.get(i) else patch for i, patch in enumerate(patches)]
+            bounds[i] = (low, middles[i]) if success else (middles[i], high)
+    chosen = {i: min(1.0, SCALES[high] * MARGIN) for i, (_, high) in bounds.items()}
+    confirmed = succeed({i: fraction for i, fraction in chosen.items() if fraction < 1})
+    return [scaled_patch(patch, chosen[i]) if confirmed.get(i) else patch for i, patch in enumerate(patches)]
 
 
-def scaled_patch(patch: Patch, part: float) -> Patch:
-    return replace(patch, deltas={name: scaled(delta, part) for name, delta in patch.deltas.items()})
+def scaled_patch(patch: Patch, factor: float) -> Patch:
+    return replace(patch, deltas={name: scaled(delta, factor) for name, delta in patch.deltas.items()})

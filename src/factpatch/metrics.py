@@ -252,8 +252,8 @@ def value_names() -> list[str]:
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
     """Returns each metric over all edits; None where no edit has a value."""
-    found = {key: float(metric.summarise(*_columns(metric, outcomes))) for key, metric in METRICS.items()}
-    return {key: value if np.isfinite(value) else None for key, value in found.items()}
+    values = {key: float(metric.summarise(*_columns(metric, outcomes))) for key, metric in METRICS.items()}
+    return {key: value if np.isfinite(value) else None for key, value in values.items()}
 
 
 def intervals(outcomes: Sequence[Outcome], group_size: int = 1) -> dict[str, tuple[float, float]]:
@@ -267,7 +267,7 @@ def intervals(outcomes: Sequence[Outcome], group_size: int = 1) -> dict[str, tup
     group = rng.integers(0, groups, (SAMPLES, groups, 1))
     member = rng.integers(0, group_size, (SAMPLES, groups, group_size))
     drawn = (group * group_size + member).reshape(SAMPLES, -1)  # (samples, edits)
-    found: dict[str, tuple[float, float]] = {}
+    bounds: dict[str, tuple[float, float]] = {}
     for key, metric in METRICS.items():
         if metric.interval is None or (metric.on_controls and groups == 1 and group_size > 1):
             continue
@@ -275,13 +275,13 @@ def intervals(outcomes: Sequence[Outcome], group_size: int = 1) -> dict[str, tup
         whole = float(metric.summarise(*columns))
         units = groups if metric.on_controls else np.isfinite(columns[0]).sum()
         if metric.interval == "share" and whole in (0, 1):
-            found[key] = wilson(whole, int(units))
+            bounds[key] = wilson(whole, int(units))
             continue
         sampled = metric.summarise(*(column[drawn] for column in columns))  # (samples,)
         if len(sampled := sampled[np.isfinite(sampled)]):
             low, high = np.quantile(sampled, [0.025, 0.975]).tolist()
-            found[key] = (low, high)
-    return found
+            bounds[key] = (low, high)
+    return bounds
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from factpatch import hub
@@ -28,7 +27,8 @@ from factpatch.deltas import Delta, add, from_tensors, stack
 from factpatch.errors import FileError, MismatchError
 from factpatch.export import Adapter
 from factpatch.facts import FactEdit
-from factpatch.files import atomic_file, read_safetensors, sort_metadata
+from factpatch.files import read_safetensors, write_safetensors
+from factpatch.fingerprints import check_base, split_base
 
 FORMAT = "factpatch-patch-1"
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -72,7 +72,7 @@ class Patch:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for d in self.deltas.values() for t in d.tensors.values())
+        return sum(t.nbytes for d in self.deltas.values() for t in d.tensors.values())
 
     def norm(self) -> float:
         """Frobenius norm of the whole change."""
@@ -87,10 +87,10 @@ class Patch:
         )
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Patch) and self._checksum == other._checksum)
+        return self is other or (isinstance(other, Patch) and self.content_hash == other.content_hash)
 
     def __hash__(self) -> int:
-        return hash(self._checksum)
+        return hash(self.content_hash)
 
     def __add__(self, other: Patch) -> Patch:
         """Returns a patch with the edits of both. Applying it is the same as applying one after the other."""
@@ -140,12 +140,8 @@ class Patch:
 
     def check_fits(self, model: Patchable) -> None:
         """Raises a MismatchError if the patch was made for another model."""
-        check_template("the patch", self.base, model.fingerprint)
-        if self.base != model.fingerprint:
-            raise MismatchError(
-                f"the patch was made for weights {self.base[:12]}, but this model has {model.fingerprint[:12]}; "
-                "load the model it was made for, or make the edit again for this one"
-            )
+        advice = "load the model it was made for, or make the edit again for this one"
+        check_base("the patch was made", self.base, model.fingerprint, advice)
         for name, delta in self.deltas.items():
             expected = weight_shape(model.layers[name]) if name in model.layers else None
             if expected != delta.shape:
@@ -158,9 +154,7 @@ class Patch:
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file with the edits, the base's fingerprint and a checksum in its metadata."""
-        with atomic_file(path) as scratch:
-            save_file(self.tensors(), scratch, metadata={**self._metadata(), "checksum": self._checksum})
-            sort_metadata(scratch)
+        write_safetensors(path, self.tensors(), {**self._metadata(), "checksum": self.content_hash})
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies all tensors to the CPU, and returns them by the names that they have in a file."""
@@ -176,7 +170,7 @@ class Patch:
         return {"format": FORMAT, "base": self.base, "method": self.method, "edits": edits, **ridge}
 
     @cached_property
-    def _checksum(self) -> str:
+    def content_hash(self) -> str:
         return checksum(self._metadata(), self.tensors())
 
     def export_peft(self, folder: str | Path, rank: int | None = None, model: Patchable | None = None) -> Adapter:
@@ -203,8 +197,8 @@ class Patch:
         try:
             edits = tuple(map(FactEdit.from_dict, json.loads(metadata["edits"])))
             ridge = {name: float(value) for name, value in json.loads(metadata.get("ridge", "{}")).items()}
-            if not all(map(math.isfinite, ridge.values())):
-                raise ValueError("its ridge is not finite")
+            if not all(0 < value < math.inf for value in ridge.values()):
+                raise ValueError("its ridge is not a number above 0")
             for key, tensor in tensors.items():
                 if tensor.dtype not in PRECISIONS or not tensor.isfinite().all():
                     raise ValueError(f"{key} holds values that are not finite numbers")
@@ -215,68 +209,44 @@ class Patch:
 
 def deltas_from(tensors: Mapping[str, Tensor]) -> dict[str, Delta]:
     """Groups tensors into one change per weight: the inverse of `Patch.tensors`."""
-    parts: dict[str, dict[str, Tensor]] = {}
+    by_weight: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, part = key.rsplit(":", 1)
-        parts.setdefault(name, {})[part] = tensor
-    return {name: from_tensors(found) for name, found in parts.items()}
+        by_weight.setdefault(name, {})[part] = tensor
+    return {name: from_tensors(parts) for name, parts in by_weight.items()}
 
 
 def stack_patches(patches: Sequence[Patch], layers: Mapping[str, nn.Module]) -> dict[str, Delta]:
     """Returns one stack of changes per weight, with one entry per patch, as `engine.edited` needs them."""
     names = [name for name in layers if any(name in patch.deltas for patch in patches)]
     return {
-        name: stack([p.deltas.get(name) for p in patches], weight_shape(layers[name]), _weight(layers[name]))
+        name: stack([p.deltas.get(name) for p in patches], weight_shape(layers[name]), layers[name].weight)
         for name in names
     }
 
 
+def out_by_in(layer: nn.Module) -> Tensor:
+    """Returns a layer's weight as (out, in), also for GPT-2's Conv1D, which stores it transposed."""
+    weight: Any = layer.weight
+    return weight if isinstance(layer, nn.Linear) else weight.mT
+
+
 def weight_shape(layer: nn.Module) -> tuple[int, int]:
-    """Returns the shape (out, in) of a layer's weight, also for GPT-2's Conv1D, which stores its weight transposed."""
-    rows, columns = _weight(layer).shape
-    return (rows, columns) if isinstance(layer, nn.Linear) else (columns, rows)
+    """Returns the shape (out, in) of a layer's weight."""
+    out, in_ = out_by_in(layer).shape
+    return out, in_
 
 
-def join_base(weights: str, template: str | None) -> str:
-    """Makes a fingerprint from the hash of a model's weights and, after a slash, the template of its prompts."""
-    return weights if template is None else f"{weights}/{template}"
-
-
-def split_base(base: str) -> tuple[str, str | None]:
-    """Splits a fingerprint into the hash of the weights and the template: the inverse of `join_base`."""
-    weights, slash, template = base.partition("/")
-    return weights, template if slash else None
-
-
-def check_template(what: str, base: str, fingerprint: str) -> None:
-    """Raises a MismatchError if two fingerprints differ only in the template."""
-    (weights, template), (own_weights, own_template) = split_base(base), split_base(fingerprint)
-    if weights == own_weights and template != own_template:
-        raise MismatchError(
-            f"{what} was made with the template {template or 'none'!r}, this model is used with "
-            f"{own_template or 'none'!r}; give the same --template"
-        )
-
-
-def hash_weights(weights: Mapping[str, Tensor]) -> str:
-    """Returns the sha256 of weights with their names and shapes, the same in every precision that is lossless.
-
-    Weights are hashed in float32, to which half precision widens exactly.
-    """
-    digest = hashlib.sha256()
-    for name, weight in sorted(weights.items()):
-        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
-        digest.update(weight.detach().float().cpu().reshape(-1).numpy())
-    return digest.hexdigest()
-
-
-def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Returns the sha256 of tensors with their names, in any order. Unlike in `hash_weights`, precision matters."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+@contextmanager
+def unpatched(model: Patchable) -> Iterator[None]:
+    """Reverts all patches of the model for a `with` block and applies them again afterwards."""
+    with model.lock:
+        applied = model.patches
+        set_patches(model, [])
+        try:
+            yield
+        finally:
+            set_patches(model, applied)
 
 
 def set_patches(model: Patchable, patches: list[Patch]) -> None:
@@ -303,17 +273,17 @@ def _write_weights(model: Patchable, names: Iterable[str], patches: list[Patch],
     """Sets the weights with these names. The first `done` patches are part of the current weights already."""
     for name in names:
         layer = model.layers[name]
-        weight = _weight(layer)
+        weight: Any = layer.weight
         if name not in model.originals:
             model.originals[name] = weight.detach().clone()
         # The model may have been moved to another device or precision since the original was copied.
-        kept = model.originals[name]
-        moved = (kept.dtype, kept.device) != (weight.dtype, weight.device)
-        original = model.originals[name] = kept.to(weight)
+        copied = model.originals[name]
+        moved = (copied.dtype, copied.device) != (weight.dtype, weight.device)
+        original = model.originals[name] = copied.to(weight)
         # Adding to a weight that is stored without rounding gives the same bits as adding all changes again.
         exact = not moved and weight.dtype in (torch.float32, torch.float64)
-        start, more = (weight, patches[done:]) if exact and done else (original, patches)
-        changes = [patch.deltas[name].dense().to(weight.device) for patch in more if name in patch.deltas]
+        start, added = (weight, patches[done:]) if exact and done else (original, patches)
+        changes = [patch.deltas[name].dense().to(weight.device) for patch in added if name in patch.deltas]
         if not changes:
             weight.copy_(original)
             continue
@@ -327,12 +297,6 @@ def _write_weights(model: Patchable, names: Iterable[str], patches: list[Patch],
 
 def _changed(patches: list[Patch]) -> set[str]:
     return {name for patch in patches for name in patch.deltas}
-
-
-def _weight(layer: nn.Module) -> Tensor:
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    return weight
 
 
 def checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:

@@ -26,10 +26,10 @@ from factpatch.deltas import Delta, Dense
 from factpatch.engine import edited
 from factpatch.errors import InputError
 from factpatch.facts import normalize
-from factpatch.merging import edit_key, unpatched
+from factpatch.merging import edit_key
 from factpatch.models import Rows, TaskModel
 from factpatch.models.rows import Encoded
-from factpatch.patch import Patch
+from factpatch.patch import Patch, unpatched
 
 REFINED = ", refined"  # suffix of a refined patch's method name
 ENOUGH = 0.05  # loss at which an edit counts as safe: the target's tokens have a probability of about 0.95
@@ -110,8 +110,8 @@ def _controls(model: TaskModel, others: Iterable[str] | Mapping[str, str], edite
         raise InputError("expected a sample of ordinary inputs, found no usable text; give some control inputs")
     for batch in _batches(model, controls):
         rows = _rows(model, [controls[i] for i in batch])
-        own = model.features(rows).split(torch.bincount(rows.row_of_position, minlength=len(batch)).tolist())
-        for i, features in zip(batch, own, strict=True):
+        positions = torch.bincount(rows.row_of_position, minlength=len(batch)).tolist()  # of each text
+        for i, features in zip(batch, model.features(rows).split(positions), strict=True):
             controls[i] = replace(controls[i], features=features)
     return controls
 
@@ -136,8 +136,8 @@ def _gradients(model: TaskModel, changes: dict[str, Tensor], samples: Iterable[l
         for batch in _batches(model, texts):
             with torch.enable_grad(), edited(model.layers, stack):
                 loss = _loss(model, [texts[i] for i in batch]) * (len(batch) / len(texts))
-            found = torch.autograd.grad(loss, list(changes.values()), materialize_grads=True)
-            for name, gradient in zip(changes, found, strict=True):
+            of_batch = torch.autograd.grad(loss, list(changes.values()), materialize_grads=True)
+            for name, gradient in zip(changes, of_batch, strict=True):
                 gradients[name] += gradient
     return gradients
 

@@ -1,4 +1,4 @@
-"""Files of lines that a long run writes chunk by chunk and can resume after a crash."""
+"""Files of lines that a long run writes in batches and can resume after a crash."""
 
 import fcntl
 import hashlib
@@ -21,13 +21,12 @@ SUM = 17  # length of a checksum, with the space after it
 
 
 class ResumableLines:
-    """A file of lines that is written chunk by chunk and can be resumed after a crash.
+    """A file of lines that is written in batches and can be resumed after a crash.
 
     Lines are collected in a hidden part file beside `path`, which becomes `path` when `finish` is called. The part
-    file's first line records the settings of the run. A run with the same settings resumes after the last complete
-    chunk, so that it produces the same chunks, and therefore the same lines, as a run that was never interrupted. A
-    run with other settings starts from scratch. `header` is an optional first line of the finished file, which is not
-    counted as a line. `seconds` is the total time, including that of interrupted runs.
+    file's first line records the settings of the run. A run with the same settings resumes after the `done` lines that
+    are complete; a run with other settings starts from scratch. `header` is an optional first line of the finished
+    file, which is not counted as a line. `seconds` is the total time, including that of interrupted runs.
 
     Each line of the part file begins with a checksum of itself and all lines before it. Lines that were changed,
     removed or reordered are therefore noticed, and written again from there on.
@@ -41,23 +40,20 @@ class ResumableLines:
 
     _open: ClassVar[WeakValueDictionary[Path, Self]] = WeakValueDictionary()
 
-    def __init__(
-        self, path: str | Path, settings: dict[str, Any], chunk: int, header: str | None = None, key: str | None = None
-    ):
+    def __init__(self, path: str | Path, settings: dict[str, Any], header: str | None = None, key: str | None = None):
         self.path = checked_target(path)
-        self.chunk = chunk
         self.header = header
         self.part = self.path.with_name(f".{_short(self.path.name)}.part")
         self._time = self.path.with_name(f"{self.part.name}.seconds")
         refuse_gz(self.path)
         if key is not None:
             refuse_other_lines(self.path, key)
-        run = json.dumps({"run": {**settings, "chunk": chunk}, "header": header}, sort_keys=True)
+        run = json.dumps({"run": settings, "header": header}, sort_keys=True)
         with as_file_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._locked()
             finalize(self, _close, self._file)  # a run that fails releases the lock
-            self.done = self._resume(run.encode() + b"\n")
+            self._start(run.encode() + b"\n")
             self._begin = time.perf_counter() - (self._seconds_before() if self.done else 0.0)
 
     def seconds(self) -> float:
@@ -74,7 +70,7 @@ class ResumableLines:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.close()
-                raise self._taken() from None
+                raise self._in_use() from None
             except OSError:
                 pass  # a file system without locks
             with suppress(FileNotFoundError):
@@ -83,53 +79,38 @@ class ResumableLines:
                     return file
             file.close()  # another run has just finished and removed this part file
 
-    def _taken(self) -> FileError:
+    def _in_use(self) -> FileError:
         return FileError(f"another run is writing {self.path}; wait until it ends, or choose another --output")
 
     def _seconds_before(self) -> float:
         """Reads how long earlier runs took; 0 if the file is damaged."""
         try:
-            found = float(self._time.read_bytes())
+            seconds = float(self._time.read_bytes())
         except (FileNotFoundError, ValueError):
             return 0.0
-        return found if 0 <= found < math.inf else 0.0
+        return seconds if 0 <= seconds < math.inf else 0.0
 
-    def _resume(self, run: bytes) -> int:
-        """Truncates the part file after the last complete chunk of this run, and returns the number of lines in it."""
-        self._start = len(run)
-        self._sum = _chained(b"", run)
+    def _start(self, run: bytes) -> None:
+        """Resumes the run that this first line describes. The lines of any other run are dropped."""
         with self.part.open("rb") as file:
             same_run = file.readline() == run
-            complete = self._truncate(file) if same_run else 0
         if not same_run:
             self._file.truncate(0)
             self._file.write(run)
             self._file.flush()
-        return complete
+        self.keep()
 
-    def _truncate(self, file: BinaryIO, most: int | None = None) -> int:
-        """Cuts the part file after `most` lines or, by default, after the last complete chunk.
-
-        In any case it is cut before the first damaged line. `file` has been read past its first line. Returns the
-        number of lines that are left.
-        """
-        done, end, last = 0, self._start, self._sum
-        position, total = end, last
-        for number, line in enumerate(file if most is None else islice(file, most), start=1):
-            position, total = position + len(line), _chained(total, line[SUM:])
-            if line[:SUM] != total or not line.endswith(b"\n"):
-                break
-            if most is not None or number % self.chunk == 0:
-                done, end, last = number, position, total
-        self._file.truncate(end)
-        self._sum = last
-        return done
-
-    def keep(self, lines: int) -> None:
-        """Keeps only the first `lines` lines, for callers that resume at the start of one of their own batches."""
+    def keep(self, most: int | None = None) -> None:
+        """Keeps at most this many lines, and drops all lines from the first damaged one on."""
         with as_file_errors(self.path), self.part.open("rb") as file:
-            self._sum = _chained(b"", file.readline())
-            self.done = self._truncate(file, lines)
+            first = file.readline()
+            self.done, self._sum, end = 0, _chained(b"", first), len(first)
+            for line in islice(file, most):
+                total = _chained(self._sum, line[SUM:])
+                if line[:SUM] != total or not line.endswith(b"\n"):
+                    break
+                self.done, self._sum, end = self.done + 1, total, end + len(line)
+            self._file.truncate(end)
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that have been written so far."""
@@ -139,7 +120,7 @@ class ResumableLines:
 
     def write(self, lines: list[str]) -> None:
         if self._file.closed:
-            raise self._taken()
+            raise self._in_use()
         with as_file_errors(self.path):
             for line in lines:
                 content = f"{line}\n".encode()
@@ -153,11 +134,11 @@ class ResumableLines:
     def finish(self) -> None:
         """Writes the header and all lines to `path` and removes the part file."""
         if self._file.closed:
-            raise self._taken()
+            raise self._in_use()
         with atomic_file(self.path) as scratch, scratch.open("wb") as out, self.part.open("rb") as lines:
             if self.header is not None:
                 out.write(self.header.encode() + b"\n")
-            lines.seek(self._start)
+            lines.readline()
             out.writelines(line[SUM:] for line in lines)
         with as_file_errors(self.path):
             self.part.unlink(missing_ok=True)
@@ -196,8 +177,8 @@ def refuse_other_lines(path: Path, key: str) -> None:
     with as_file_errors(path), path.open("rb") as file:
         first = file.readline(MAX_LINE)
     try:
-        found = json.loads(first or "{}")
+        record = json.loads(first or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or (first and key not in found):
+        record = None
+    if not isinstance(record, dict) or (first and key not in record):
         raise FileError(f"{path} is not a file that this command wrote, so it is not replaced; choose another --output")

@@ -15,7 +15,8 @@ from factpatch.editors import TrainableEditor
 from factpatch.errors import FileError
 from factpatch.facts import FactEdit
 from factpatch.files import atomic_folder
-from factpatch.patch import Patch, split_base
+from factpatch.fingerprints import split_base
+from factpatch.patch import Patch
 
 CARD, LEDGER = "README.md", "facts.db"
 MOST_FACTS = 100  # listed in a card

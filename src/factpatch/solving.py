@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from factpatch.covariance import Covariance, Example, passes, visit_inputs
 from factpatch.deltas import Delta, Dense, LowRank, stack
 from factpatch.errors import MismatchError
+from factpatch.grouping import keys_by_value
 from factpatch.models import TaskModel
-from factpatch.patch import Patch, stack_patches, weight_shape
+from factpatch.patch import Patch, out_by_in, stack_patches, weight_shape
 
 BLOCK = 768  # columns of K per block of KᵀK
 
@@ -60,17 +61,17 @@ class Sums:
         values = {name: torch.cat(chunks) for name, chunks in self.V.items()} if self.KK is None else {}
         self.reduce()
         assert self.KK is not None
-        found: dict[str, Delta] = {}
+        solved: dict[str, Delta] = {}
         roots: dict[float, Tensor] = {}  # Cholesky factors of M by λ
         for name, KV in self.KV.items():
             λ = ridges[name]
             if λ not in roots:
                 roots[λ] = cholesky(self.KK + λ * edits * C)
             if kept is not None and self.rows * sum(KV.shape) < KV.numel():
-                found[name] = LowRank(torch.cholesky_solve(kept.mT, roots[λ]).mT, values[name])
+                solved[name] = LowRank(torch.cholesky_solve(kept.mT, roots[λ]).mT, values[name])
             else:
-                found[name] = Dense(torch.cholesky_solve(KV, roots[λ]).mT)
-        return found
+                solved[name] = Dense(torch.cholesky_solve(KV, roots[λ]).mT)
+        return solved
 
 
 def _gram(K: Tensor) -> Tensor:
@@ -102,11 +103,8 @@ class Problem:
     def of(
         cls, model: TaskModel, patches: Sequence[Patch], covariance: Covariance, ridges: Mapping[str, float]
     ) -> Problem:
-        touched = {name for patch in patches for name in patch.deltas}
-        weights: dict[str, list[str]] = {}
-        for name, key in covariance.readers.items():
-            if name in touched:
-                weights.setdefault(key, []).append(name)
+        changed = {name for patch in patches for name in patch.deltas}
+        weights = keys_by_value({name: key for name, key in covariance.readers.items() if name in changed})
         examples = [(edit.x, edit.a) for patch in patches for edit in patch.edits]
         owners = [patch for patch in patches for _ in patch.edits]
         return cls(model, examples, owners, covariance, ridges, weights)
@@ -120,13 +118,17 @@ class Problem:
         V = {name: self.values(indices, name, X).flatten(0, 1) for name in self.weights[key]}
         return X.flatten(0, 1), V
 
-    def own_patches(self, indices: list[int]) -> dict[str, Delta]:
-        """Stacks the examples' own patches, so that a batch can run under them."""
-        return stack_patches([self.owners[i] for i in indices], self.model.layers)
-
     def values(self, indices: list[int], name: str, X: Tensor) -> Tensor:
-        """Returns what each example's own patch adds to a layer's output: (examples, tokens, out)."""
-        return _values(X, [self.owners[i].deltas.get(name) for i in indices], self.shape(name))
+        """Returns X ΔWᵀ, what each example's own patch adds to a layer's output: (examples, tokens, out)."""
+        changes = [self.owners[i].deltas.get(name) for i in indices]
+        V = X.new_zeros(*X.shape[:-1], self.shape(name)[0])
+        factors: list[Delta | None] = [change if isinstance(change, LowRank) else None for change in changes]
+        if any(change is not None for change in factors):
+            V = stack(factors, self.shape(name), X).add_rows(V, X)
+        for i, change in enumerate(changes):
+            if isinstance(change, Dense):
+                V[i] += X[i] @ change.delta.to(X).mT
+        return V
 
     def solve(self, key: str, sums: Sums) -> dict[str, Delta]:
         return solve_weights(self.model, key, sums, self.covariance, self.ridges, len(self.examples))
@@ -138,17 +140,17 @@ def solve_weights(
     """Returns the merged changes of the weights that read the input of `key`, in the precision of patches."""
     C = covariance.of(key, model.device)
     dtype = torch.float64 if model.model.dtype == torch.float64 else torch.float32
-    return {name: _to(delta, dtype) for name, delta in sums.solve(C, ridges, edits).items()}
+    return {name: _cast(delta, dtype) for name, delta in sums.solve(C, ridges, edits).items()}
 
 
 def solve_independently(problem: Problem) -> dict[str, Delta]:
     """Solves for each weight on its own, so that a fact's part in the sums does not depend on any other fact."""
     weights = problem.weights
-    shapes = {key: [problem.shape(name) for name in names] for key, names in weights.items()}
-    sizes = {key: own[0][1] * sum(sum(shape) for shape in own) for key, own in shapes.items()}
+    widths = {key: problem.shape(key)[1] for key in weights}
+    sizes = {key: widths[key] * sum(sum(problem.shape(name)) for name in names) for key, names in weights.items()}
     deltas: dict[str, Delta] = {}
     for group in passes(sizes, problem.model.device):
-        sums = {key: Sums(shapes[key][0][1]) for key in group}
+        sums = {key: Sums(widths[key]) for key in group}
 
         def visit(indices: list[int], key: str, X: Tensor, sums: dict[str, Sums] = sums) -> None:
             sums[key].add(*problem.rows(key, indices, X))
@@ -176,13 +178,13 @@ def solve_in_sequence(problem: Problem) -> dict[str, Delta]:
 
             def visit(indices: list[int], key: str, X: Tensor, targets: Targets = targets, sums: Sums = sums) -> None:
                 K = X.double().flatten(0, 1)
-                now = {name: K @ out_by_in(model.layers[name]).double().mT for name in weights[key]}
-                sums.add(K, {n: torch.cat([targets[i, n] for i in indices]) - output for n, output in now.items()})
+                outputs = {name: K @ out_by_in(model.layers[name]).double().mT for name in weights[key]}
+                sums.add(K, {n: torch.cat([targets[i, n] for i in indices]) - output for n, output in outputs.items()})
 
             visit_inputs(model, problem.examples, [key], visit, lambda _, merged=merged: merged)
-            found = problem.solve(key, sums)
-            deltas |= found
-            merged |= {n: stack([found[n]], problem.shape(n), model.layers[n].weight) for n in found}
+            solved = problem.solve(key, sums)
+            deltas |= solved
+            merged |= {n: stack([delta], problem.shape(n), model.layers[n].weight) for n, delta in solved.items()}
     return deltas
 
 
@@ -199,26 +201,11 @@ def _own_outputs(problem: Problem, keys: Sequence[str]) -> Targets:
             outputs = X @ out_by_in(problem.model.layers[name]).double().mT + problem.values(indices, name, X)
             targets.update({(i, name): outputs[k] for k, i in enumerate(indices)})
 
-    visit_inputs(problem.model, problem.examples, keys, visit, problem.own_patches)
+    def own_patches(indices: list[int]) -> dict[str, Delta]:
+        return stack_patches([problem.owners[i] for i in indices], problem.model.layers)
+
+    visit_inputs(problem.model, problem.examples, keys, visit, own_patches)
     return targets
-
-
-def out_by_in(layer: nn.Module) -> Tensor:
-    """Returns the weight as (out, in), also for GPT-2's Conv1D, which stores it transposed."""
-    assert isinstance(layer.weight, Tensor)
-    return layer.weight if isinstance(layer, nn.Linear) else layer.weight.mT
-
-
-def _values(X: Tensor, changes: Sequence[Delta | None], shape: tuple[int, int]) -> Tensor:
-    """Computes X ΔWᵀ, with a change for each example: (examples, tokens, out) for X (examples, tokens, in)."""
-    V = X.new_zeros(*X.shape[:-1], shape[0])
-    factors: list[Delta | None] = [change if isinstance(change, LowRank) else None for change in changes]
-    if any(change is not None for change in factors):
-        V = stack(factors, shape, X).add_rows(V, X)
-    for i, change in enumerate(changes):
-        if isinstance(change, Dense):
-            V[i] += X[i] @ change.delta.to(X).mT
-    return V
 
 
 def cholesky(M: Tensor) -> Tensor:
@@ -236,7 +223,7 @@ def cholesky(M: Tensor) -> Tensor:
     return root
 
 
-def _to(delta: Delta, dtype: torch.dtype) -> Delta:
+def _cast(delta: Delta, dtype: torch.dtype) -> Delta:
     if isinstance(delta, LowRank):
         return LowRank(delta.A.to(dtype), delta.B.to(dtype))
     return Dense(delta.delta.to(dtype).contiguous())

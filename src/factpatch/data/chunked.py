@@ -40,10 +40,10 @@ def write_in_chunks(
     `on_done` receives the number of records read since its last call.
     """
     counts = Counts()
-    found = read_records(source, counts, check=check, skip_bad=skip_bad, labels=labels)
-    records = ((record, counts.read) for record in found)
+    usable = read_records(source, counts, check=check, skip_bad=skip_bad, labels=labels)
+    records = ((record, counts.read) for record in usable)
     first = list(islice(records, size))  # read before the output is created, so that a bad record leaves no files
-    lines = ResumableLines(output, {**settings, "largest_chunk": size}, 1, header, key)
+    lines = ResumableLines(output, {**settings, "largest_chunk": size}, header, key)
     records = chain(first, records)
     resumed = 0
     while (end := _chunk_end(resumed, size)) <= lines.done:

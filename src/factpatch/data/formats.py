@@ -71,7 +71,7 @@ def parse_kilt(raw: dict[str, Any], default_id: str) -> Record:
     questions = text_list(meta, "template_questions")
     if not all(question.strip() for question in questions):
         raise InputError('expected questions in "template_questions", found an empty one')
-    # The second of each pair of keys is that of revision files.
+    # Revision files use the second key of each pair.
     subject = _optional_text(meta, "subject_entity") or _optional_text(raw, "subject")
     relation = _optional_text(meta, "relation") or _optional_text(raw, "relation")
     if " [SEP] " in text and meta.get("template_questions") is not None:
@@ -97,13 +97,18 @@ def parse_kilt(raw: dict[str, Any], default_id: str) -> Record:
 
 def _neighbours(raw: dict[str, Any], meta: dict[str, Any]) -> tuple[str, ...]:
     """Returns the neighbours of a data file, a text or a list, or those of a revision file, which have predictions."""
-    found = meta.get("same_relation")
-    if found is not None:
-        return (found,) if isinstance(found, str) else text_list(meta, "same_relation")
-    revised = raw.get("neighbours") or []
-    if not isinstance(revised, list) or not all(isinstance(one, dict) for one in revised):
+    texts = meta.get("same_relation")
+    if texts is not None:
+        return (texts,) if isinstance(texts, str) else text_list(meta, "same_relation")
+    return tuple(required_text(neighbour, "input") for neighbour in neighbour_objects(raw))
+
+
+def neighbour_objects(raw: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the neighbours in a line of a revision file."""
+    neighbours = [] if raw.get("neighbours") is None else raw["neighbours"]
+    if not isinstance(neighbours, list) or not all(isinstance(one, dict) for one in neighbours):
         raise InputError('expected a list of objects with "input" and "prediction" in "neighbours"')
-    return tuple(required_text(one, "input") for one in revised)
+    return neighbours
 
 
 def _optional_text(record: dict[str, Any], key: str) -> str | None:
@@ -147,10 +152,10 @@ def parse_counterfact(raw: dict[str, Any], default_id: str) -> Record | None:
 
 def _rewrite_text(raw: dict[str, Any], *keys: str) -> str:
     """Returns a required text of a CounterFact record."""
-    found: Any = raw["requested_rewrite"]
+    value: Any = raw["requested_rewrite"]
     for key in keys:
-        found = found.get(key) if isinstance(found, dict) else None
-    if not isinstance(found, str) or not found.strip():
+        value = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(value, str) or not value.strip():
         path = ".".join(("requested_rewrite", *keys))
-        raise InputError(f'expected a CounterFact record with a text in "{path}", found {json.dumps(found)[:60]}')
-    return found
+        raise InputError(f'expected a CounterFact record with a text in "{path}", found {json.dumps(value)[:60]}')
+    return value

@@ -11,7 +11,7 @@ from factpatch.data.chunked import write_in_chunks
 from factpatch.data.formats import Record
 from factpatch.data.records import refuse_overwriting, source_hash
 from factpatch.errors import ModelError
-from factpatch.facts import normalize
+from factpatch.facts import distinct_from
 from factpatch.jsonl import read_jsonl
 from factpatch.models import Seq2Seq, TaskModel
 
@@ -26,9 +26,9 @@ class RoundTrip:
 
     def paraphrases(self, texts: Sequence[str]) -> list[list[str]]:
         """Returns up to 25 paraphrases per text, lowest sum of the two beam ranks first, without copies of the text."""
-        there = self._translate(self.forward, texts)
-        back = self._translate(self.backward, [pivot for ranked in there.values() for pivot in ranked])
-        return [self._ordered(text, there.get(text, []), back) for text in texts]
+        pivots = self._translate(self.forward, texts)
+        back = self._translate(self.backward, [pivot for ranked in pivots.values() for pivot in ranked])
+        return [self._ordered(text, pivots.get(text, []), back) for text in texts]
 
     @staticmethod
     def _translate(model: Seq2Seq, texts: Sequence[str]) -> dict[str, list[str]]:
@@ -47,10 +47,7 @@ class RoundTrip:
             for j, paraphrase in enumerate(back.get(pivot, []))
             if paraphrase
         ]
-        kept = {normalize(text): ""}
-        for _, _, paraphrase in sorted(ranked, key=lambda item: item[:2]):
-            kept.setdefault(normalize(paraphrase), paraphrase)
-        return list(kept.values())[1:]
+        return distinct_from(text, [paraphrase for _, _, paraphrase in sorted(ranked, key=lambda item: item[:2])])
 
 
 def _translator(model: TaskModel) -> Seq2Seq:
@@ -74,9 +71,9 @@ def paraphrase(
     models = (round_trip.forward, round_trip.backward)
 
     def work(chunk: list[Record]) -> list[str]:
-        found = round_trip.paraphrases([record.input for record in chunk])
-        made = ({**r.to_dict(), "rephrases": texts} for r, texts in zip(chunk, found, strict=True))
-        return [json.dumps(record, ensure_ascii=False) for record in made]
+        paraphrases = round_trip.paraphrases([record.input for record in chunk])
+        lines = ({**r.to_dict(), "rephrases": texts} for r, texts in zip(chunk, paraphrases, strict=True))
+        return [json.dumps(line, ensure_ascii=False) for line in lines]
 
     counts = write_in_chunks(
         source,

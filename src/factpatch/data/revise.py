@@ -11,7 +11,7 @@ from factpatch.data.chunked import write_in_chunks
 from factpatch.data.formats import PROVENANCE, Record
 from factpatch.data.records import refuse_overwriting, source_hash
 from factpatch.data.revisions import Neighbour, Provenance, Revision, read_revisions
-from factpatch.facts import normalize, same
+from factpatch.facts import distinct_from, same
 from factpatch.models import Classifier, TaskModel
 from factpatch.models.rows import Encoded
 
@@ -82,14 +82,15 @@ def revise_records(
     predictions = {text: outputs[0] for text, outputs in zip(further, best, strict=True)}
 
     def agreeing(record: Record, rephrases: Sequence[str], prediction: str) -> tuple[str, ...]:
-        """Keeps the paraphrases with the same prediction, without copies of the input or of each other."""
-        return _distinct(record, [t for t in rephrases if t in predictions and same(predictions[t], prediction)])
+        """Keeps the paraphrases that get the same prediction."""
+        same_answer = [text for text in rephrases if text in predictions and same(predictions[text], prediction)]
+        return tuple(distinct_from(record.input, same_answer))
 
-    def human(record: Record, prediction: str) -> tuple[str, ...]:
-        """Keeps every human paraphrase of a record with its own alternative, which holds for all of them."""
+    def human_paraphrases(record: Record, prediction: str) -> tuple[str, ...]:
+        """Keeps the human paraphrases with the same prediction, or all if the data names the answer to edit to."""
         if record.alternative is None:
             return agreeing(record, record.human_rephrases, prediction)
-        return _distinct(record, [t for t in record.human_rephrases if t in predictions])
+        return tuple(distinct_from(record.input, [text for text in record.human_rephrases if text in predictions]))
 
     return [
         Revision(
@@ -98,7 +99,7 @@ def revise_records(
             prediction=(prediction := outputs[0]),
             alternatives=alternatives(model, record, outputs),
             rephrases=agreeing(record, record.rephrases, prediction),
-            human_rephrases=human(record, prediction),
+            human_rephrases=human_paraphrases(record, prediction),
             answers=record.answers,
             neighbours=tuple(Neighbour(text, predictions[text]) for text in record.neighbours if text in predictions),
             subject=record.subject,
@@ -109,31 +110,19 @@ def revise_records(
     ]
 
 
-def _distinct(record: Record, rephrases: Sequence[str]) -> tuple[str, ...]:
-    """Drops copies of the input and of earlier paraphrases."""
-    kept = {normalize(record.input): ""}
-    for text in rephrases:
-        kept.setdefault(normalize(text), text)
-    return tuple(kept.values())[1:]
-
-
 def alternatives(model: TaskModel, record: Record, outputs: Sequence[str]) -> tuple[str, ...]:
     """Returns the data's own alternative, if any, then the labels or beams that differ from the prediction."""
     labels = model.labels if isinstance(model, Classifier) else ()
     wanted = [record.alternative] if record.alternative else []
-    kept = {normalize(outputs[0]): ""}
-    for text in (*wanted, *outputs[1:], *labels):
-        if text.strip():
-            kept.setdefault(normalize(text), text)
-    return tuple(kept.values())[1:]
+    return tuple(distinct_from(outputs[0], filter(str.strip, (*wanted, *outputs[1:], *labels))))
 
 
 def _summary(output: str | Path) -> dict[str, Any]:
     kept = 0
-    shares = {"with_alternative": 0.0, "with_paraphrase": 0.0, "with_human_paraphrase": 0.0}
+    counts = dict.fromkeys(("with_alternative", "with_paraphrase", "with_human_paraphrase"), 0)
     for revision in read_revisions(output):
         kept += 1
-        shares["with_alternative"] += bool(revision.alternatives)
-        shares["with_paraphrase"] += bool(revision.rephrases or revision.human_rephrases)
-        shares["with_human_paraphrase"] += bool(revision.human_rephrases)
-    return {"kept": kept, **{key: number / kept for key, number in shares.items()}}
+        counts["with_alternative"] += bool(revision.alternatives)
+        counts["with_paraphrase"] += bool(revision.rephrases or revision.human_rephrases)
+        counts["with_human_paraphrase"] += bool(revision.human_rephrases)
+    return {"kept": kept, **{key: count / kept for key, count in counts.items()}}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from factpatch import world
-from factpatch.data.formats import PROVENANCE
+from factpatch.data.formats import PROVENANCE, neighbour_objects
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit, normalize, same
 from factpatch.jsonl import read_jsonl, required_text, text_list
@@ -134,11 +134,11 @@ def _read(
 def _parse_provenance(raw: dict[str, Any], path: str | Path) -> Provenance | None:
     if raw.keys() != {PROVENANCE}:
         return None
-    found = raw[PROVENANCE]
+    fields = raw[PROVENANCE]
     try:
-        if not isinstance(found["settings"], dict):
+        if not isinstance(fields["settings"], dict):
             raise TypeError
-        return Provenance(required_text(found, "model"), required_text(found, "data"), found["settings"])
+        return Provenance(required_text(fields, "model"), required_text(fields, "data"), fields["settings"])
     except (KeyError, TypeError, InputError):
         # Not an InputError, which --skip-bad would skip together with the check of the model.
         raise FileError(f"{path}: its provenance record is damaged; remake it with factpatch revise") from None
@@ -148,15 +148,8 @@ def _parse_revision(raw: dict[str, Any]) -> Revision:
     texts = [required_text(raw, key) for key in ("id", "input", "prediction")]
     lists = [text_list(raw, key) for key in ("alternatives", "rephrases", "human_rephrases", "answers")]
     about = {key: required_text(raw, key) for key in ("subject", "relation", "target") if raw.get(key) is not None}
-    return Revision(*texts, *lists, neighbours=_parse_neighbours(raw.get("neighbours")), **about)
-
-
-def _parse_neighbours(found: Any) -> tuple[Neighbour, ...]:
-    if found is None:
-        return ()
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise InputError('expected a list of objects with "input" and "prediction" in "neighbours"')
-    return tuple(Neighbour(required_text(one, "input"), required_text(one, "prediction")) for one in found)
+    neighbours = (Neighbour(required_text(n, "input"), required_text(n, "prediction")) for n in neighbour_objects(raw))
+    return Revision(*texts, *lists, neighbours=tuple(neighbours), **about)
 
 
 def measured_texts(revision: Revision) -> tuple[str, ...]:
@@ -175,12 +168,11 @@ def own_forms(revision: Revision) -> frozenset[str]:
 
 def teachable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
     """Returns all revisions, but only with alternatives that the model can give and does not predict."""
-    sayable = model.valid_targets([text for revision in revisions for text in revision.alternatives])
-
-    def teachable_of(r: Revision) -> tuple[str, ...]:
-        return tuple(text for text in r.alternatives if text in sayable and not same(text, r.prediction))
-
-    return [replace(revision, alternatives=teachable_of(revision)) for revision in revisions]
+    valid = model.valid_targets([text for revision in revisions for text in revision.alternatives])
+    return [
+        replace(r, alternatives=tuple(t for t in r.alternatives if t in valid and not same(t, r.prediction)))
+        for r in revisions
+    ]
 
 
 def editable(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:

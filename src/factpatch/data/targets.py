@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from factpatch.data.revisions import Revision
+from factpatch.data.revisions import Revision, teachable
 from factpatch.errors import InputError
 from factpatch.facts import normalize, same
 from factpatch.models import Classifier, TaskModel
@@ -34,13 +34,8 @@ def find_targets(
     """Returns each revision's targets of each kind: answers that the model can give but does not predict."""
     check_kinds(model, kinds)
     makers = [KINDS[kind](revisions, seed) for kind in kinds]
-    offered = [[make(revision) for make in makers] for revision in revisions]
-    sayable = model.valid_targets([text for own in offered for texts in own for text in texts])
-
-    def taught(revision: Revision, texts: Texts) -> Texts:
-        return tuple(text for text in texts if text in sayable and not same(text, revision.prediction))
-
-    return [tuple(taught(r, texts) for texts in own) for r, own in zip(revisions, offered, strict=True)]
+    by_kind = [teachable(model, [replace(r, alternatives=make(r)) for r in revisions]) for make in makers]
+    return [tuple(aimed.alternatives for aimed in versions) for versions in zip(*by_kind, strict=True)]
 
 
 def with_targets(
@@ -50,12 +45,12 @@ def with_targets(
 
     A revision that has targets of several kinds gets one of these kinds at random.
     """
-    found = []
-    for revision, own in zip(revisions, find_targets(model, revisions, kinds, seed), strict=True):
-        if there := [texts for texts in own if texts]:
-            chosen = _rng(seed, "kind", revision).choice(there)
-            found.append(replace(revision, alternatives=chosen))
-    return found
+    aimed = []
+    for revision, by_kind in zip(revisions, find_targets(model, revisions, kinds, seed), strict=True):
+        if available := [texts for texts in by_kind if texts]:
+            chosen = _rng(seed, "kind", revision).choice(available)
+            aimed.append(replace(revision, alternatives=chosen))
+    return aimed
 
 
 def check_kinds(model: TaskModel, kinds: Sequence[str]) -> None:
@@ -82,8 +77,8 @@ def _alternatives(revisions: Sequence[Revision], seed: int) -> Maker:
 
 def _gold_answers(revisions: Sequence[Revision], seed: int) -> Maker:
     def make(revision: Revision) -> Texts:
-        right = any(same(revision.prediction, answer) for answer in revision.answers)
-        return () if right else revision.answers
+        is_correct = any(same(revision.prediction, answer) for answer in revision.answers)
+        return () if is_correct else revision.answers
 
     return make
 
@@ -94,7 +89,7 @@ def _answers_of_others(revisions: Sequence[Revision], seed: int) -> Maker:
         for answer in revision.answers:
             for relation in {revision.relation, None}:  # all answers are listed under None
                 by_relation.setdefault(relation, {}).setdefault(normalize(answer), answer)
-    answers = {relation: list(found.values()) for relation, found in by_relation.items()}
+    answers = {relation: list(texts.values()) for relation, texts in by_relation.items()}
 
     def make(revision: Revision) -> Texts:
         known = {normalize(t) for t in (revision.prediction, *revision.alternatives, *revision.answers)}

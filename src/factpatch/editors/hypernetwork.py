@@ -23,6 +23,7 @@ from factpatch.editors.network import EditorConfig, FactEncoder, WeightGroup, re
 from factpatch.editors.trainable import Condition, TrainableEditor
 from factpatch.engine import Trace
 from factpatch.facts import FactEdit
+from factpatch.grouping import keys_by_value
 
 
 class HyperNetwork(TrainableEditor):
@@ -35,9 +36,7 @@ class HyperNetwork(TrainableEditor):
         super().__init__(shapes, base, config)
         self.read = first_of_last_blocks(shapes) if config.states else []
         self.fact_encoder = FactEncoder(embeddings, config, sum(shapes[name][1] for name in self.read))
-        by_shape: dict[tuple[int, int], list[str]] = {}
-        for name, shape in shapes.items():
-            by_shape.setdefault(shape, []).append(name)
+        by_shape = keys_by_value(shapes)
         self.weights_of = {f"{out}x{in_}": names for (out, in_), names in by_shape.items()}
         self.groups = nn.ModuleDict(
             {f"{out}x{in_}": WeightGroup(len(names), out, in_, config) for (out, in_), names in by_shape.items()}

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from factpatch.covariance import Covariance
+from factpatch.covariance import Covariance, check_ridge
 from factpatch.deltas import Delta, LowRank, aligned
 from factpatch.engine import Trace
 from factpatch.errors import InputError
+from factpatch.grouping import keys_by_value
 from factpatch.models import Causal, Rows, TaskModel
 from factpatch.models.rows import NO_TARGET
 
@@ -36,13 +37,10 @@ class LeastSquares(nn.Module):
     def __init__(self, readers: Mapping[str, str], shapes: Mapping[str, tuple[int, int]], ridge: float):
         """`readers` maps each weight of `shapes` to the first one that reads the same input."""
         super().__init__()
-        if not 0 < ridge < float("inf"):
-            raise InputError(f"expected a ridge above 0, found {ridge}; values between 0.01 and 1 are usual")
+        check_ridge(ridge)
         self.ridge = ridge
         self.readers = {name: key for name, key in readers.items() if name in shapes}
-        self.weights: dict[str, list[str]] = {}
-        for name, key in self.readers.items():
-            self.weights.setdefault(key, []).append(name)
+        self.weights = keys_by_value(self.readers)
         for number, names in enumerate(self.weights.values()):
             width = shapes[names[0]][1]
             self.register_buffer(f"inverse_{number}", torch.zeros(width, width))

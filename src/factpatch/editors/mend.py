@@ -26,6 +26,7 @@ from factpatch.editors.trainable import Condition, TrainableEditor
 from factpatch.engine import Trace
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit
+from factpatch.grouping import keys_by_value
 from factpatch.models import TaskModel
 from factpatch.models.layers import feed_forward_weights
 
@@ -55,9 +56,7 @@ class Mend(TrainableEditor):
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]], base: str, config: MendConfig):
         super().__init__(shapes, base, config)
-        by_shape: dict[tuple[int, int], list[str]] = {}
-        for name, shape in shapes.items():
-            by_shape.setdefault(shape, []).append(name)
+        by_shape = keys_by_value(shapes)
         self.weights_of = {f"{out}x{in_}": names for (out, in_), names in by_shape.items()}
         self.groups = nn.ModuleDict(
             {f"{out}x{in_}": Transform(len(names), out + in_, config) for (out, in_), names in by_shape.items()}

@@ -23,9 +23,10 @@ from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError, reason
 from factpatch.facts import FactEdit
 from factpatch.files import atomic_folder, read_text, refuse_device
+from factpatch.fingerprints import check_base, hash_tensors
 from factpatch.models import Rows, TaskModel
 from factpatch.models.rows import padded
-from factpatch.patch import Patch, check_template, hash_tensors, weight_shape
+from factpatch.patch import Patch, weight_shape
 
 EDITS_PER_BATCH = 32  # on a CPU; 32 edits of BERT-base with 32 tokens need 0.7 GB in float32
 
@@ -186,12 +187,8 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
             self.to(model.device)
 
     def check_fits(self, model: TaskModel) -> None:
-        check_template("the editor", self.base, model.fingerprint)
-        if self.base != model.fingerprint:
-            raise MismatchError(
-                f"the editor was trained for weights {self.base[:12]}, this model has {model.fingerprint[:12]}; "
-                "load the model it was trained for, or train an editor for this one"
-            )
+        advice = "load the model it was trained for, or train an editor for this one"
+        check_base("the editor was trained", self.base, model.fingerprint, advice)
         for name, shape in self.shapes.items():
             if name not in model.layers or weight_shape(model.layers[name]) != shape:
                 raise MismatchError(

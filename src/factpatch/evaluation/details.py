@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from factpatch.data.revisions import Revision, own_forms
@@ -18,7 +17,7 @@ from factpatch.deltas import Delta, LowRank
 from factpatch.engine import edited
 from factpatch.evaluation.measure import Examined, Examiner
 from factpatch.facts import normalize, same
-from factpatch.files import atomic_file, sort_metadata
+from factpatch.files import atomic_file, write_safetensors
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
 
@@ -49,9 +48,7 @@ def write_details(
         "edits": json.dumps([revision.id for revision in revisions]),
         "scored": json.dumps([len(with_scores), min(INPUTS_WITH_SCORES, len(examiner.others))]),  # edits, inputs
     }
-    with atomic_file(folder / "details.safetensors") as scratch:
-        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, scratch, metadata)
-        sort_metadata(scratch)
+    write_safetensors(folder / "details.safetensors", tensors, metadata)
     examples = [
         _example(examiner.model, patch, revision, examiner.others)
         for patch, revision in list(zip(patches, revisions, strict=True))[:EXAMPLES]

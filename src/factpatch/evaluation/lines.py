@@ -33,7 +33,7 @@ def refuse_other_files(folder: Path) -> None:
 
 def open_lines(path: Path, settings: dict[str, Any]) -> ResumableLines | None:
     """Opens a file of lines in the main process; returns None in the others."""
-    return ResumableLines(path, settings, chunk=1, key=KEY) if PartialState().is_main_process else None
+    return ResumableLines(path, settings, key=KEY) if PartialState().is_main_process else None
 
 
 def write_shared(

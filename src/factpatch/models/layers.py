@@ -9,6 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from factpatch.errors import ModelError
+from factpatch.grouping import keys_by_value
 
 
 def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -51,9 +52,7 @@ def feed_forward_weights(model: nn.Module, layers: Iterable[str], blocks: int | 
     attention = tuple(f"{name}." for name, module in model.named_modules() if "Attention" in type(module).__name__)
     outside = [name for name in layers if not name.startswith(attention)]
     found = {block: [name for name in outside if name.startswith(f"{block}.")] for block in block_names(outside)}
-    stacks: dict[str, list[str]] = {}
-    for block in found:
-        stacks.setdefault(block.rpartition(".")[0], []).append(block)
+    stacks = keys_by_value({block: block.rpartition(".")[0] for block in found})
     return {block: found[block] for names in stacks.values() for block in names[-(blocks or len(names)) :]}
 
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from factpatch.files import atomic_folder
+from factpatch.fingerprints import hash_weights, join_base
 from factpatch.models.gpu import use_gpu_kernels
 from factpatch.models.layers import editable_layers
-from factpatch.patch import Patch, hash_weights, join_base, set_patches
+from factpatch.patch import Patch, set_patches, unpatched
 
 Arguments = ParamSpec("Arguments")
 Model = TypeVar("Model", bound="StoredModel")
@@ -102,12 +103,8 @@ class StoredModel(ABC):
         """Changes the precision permanently; fingerprint and identity remain those of the stored weights."""
         if any(torch.promote_types(weight.dtype, dtype) != dtype for weight in self.model.parameters()):
             _ = self.fingerprint, self.identity  # computed now, as the cast loses bits
-        patches = self.patches
-        set_patches(self, [])
-        try:
+        with unpatched(self):
             self.model.to(dtype)
-        finally:
-            set_patches(self, patches)
         return self
 
     @contextmanager

@@ -41,7 +41,7 @@ def recorded_states(model: TaskModel) -> Iterator[list[tuple[Tensor, ...]]]:
 
 
 def pool(rows: Rows, states: tuple[Tensor, ...], layers: Sequence[int]) -> Tensor:
-    """Averages hidden states over each row's own tokens, and concatenates layers: (rows, layers·width)."""
+    """Averages hidden states over each row's tokens, without padding, and concatenates layers: (rows, layers·width)."""
     mask = rows.inputs["attention_mask"].unsqueeze(-1).float()  # (rows, tokens, 1)
     return torch.cat([(states[n].float() * mask).sum(1) / mask.sum(1) for n in layers], -1)
 
@@ -53,13 +53,13 @@ def text_features(
 ) -> Tensor:
     """Returns pooled hidden states of each text: (texts, layers·width). Texts too long for the model are truncated."""
     encoded = model.encode(texts, model.max_input_tokens)
-    found = torch.zeros(len(texts), len(layers) * hidden_width(model), device=model.device)
+    features = torch.zeros(len(texts), len(layers) * hidden_width(model), device=model.device)
     encoder = encoder_of(model)
     for batch in model.batches([len(one["input_ids"]) for one in encoded]):
         rows = model.collate([encoded[i] for i in batch])
-        found[batch] = pool(rows, encoder(**rows.inputs, output_hidden_states=True).hidden_states, layers)
+        features[batch] = pool(rows, encoder(**rows.inputs, output_hidden_states=True).hidden_states, layers)
         on_done(len(batch))
-    return found
+    return features
 
 
 @torch.no_grad()
@@ -69,15 +69,15 @@ def predict_with_features(
 ) -> tuple[list[str], Tensor]:
     """Returns the model's answers, and the pooled hidden states of the same forward passes."""
     answers = [""] * len(encoded)
-    found = torch.zeros(len(encoded), len(layers) * hidden_width(model), device=model.device)
+    features = torch.zeros(len(encoded), len(layers) * hidden_width(model), device=model.device)
     for batch in model.batches([len(one["input_ids"]) for one in encoded]):
         rows = model.collate([encoded[i] for i in batch])
         with recorded_states(model) as runs:
             decided = model.decide(rows, edits=1)
-        found[batch] = pool(rows, runs[0], layers)
+        features[batch] = pool(rows, runs[0], layers)
         for i, ranked in zip(batch, decided, strict=True):
             answers[i] = ranked[0]
-    return answers, found
+    return answers, features
 
 
 def hidden_width(model: TaskModel) -> int:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from factpatch.data.holdout import hash_shuffled
 from factpatch.data.revisions import Revision
-from factpatch.errors import FileError, InputError, MismatchError, reason
+from factpatch.errors import FileError, InputError, reason
 from factpatch.facts import FactEdit, normalize
-from factpatch.files import atomic_file, read_safetensors, sort_metadata
+from factpatch.files import read_safetensors, write_safetensors
+from factpatch.fingerprints import check_base
 from factpatch.models import TaskModel
-from factpatch.patch import check_template
 from factpatch.scope.features import spread_layers, text_features
 from factpatch.scope.training import ScopeConfig, learn_projection
 
@@ -104,18 +103,14 @@ class Scope:
         return scope
 
     @classmethod
-    def plain(
-        cls, model: TaskModel, revisions: Sequence[Revision], false_matches: float = 0.005, facts: int = 1024
-    ) -> Self:
+    def plain(cls, model: TaskModel, revisions: Sequence[Revision], false_matches: float = 0.005) -> Self:
         """Creates a scope without training: the centred cosine at the layer that matches most of the paraphrases."""
-        if len(revisions) < 2:
-            raise InputError(f"expected at least two facts to calibrate a scope, found {len(revisions)}")
         best: Self | None = None
         for layer in range(1, spread_layers(model)[-1] + 1):
             features = text_features(model, [r.input for r in revisions], [layer])
             scope = cls(model, [layer], features.mean(0), torch.ones_like(features[0]))
-            found = scope.calibrate(revisions, false_matches, facts)
-            if best is None or (found.recall or 0) > (best.calibrated.recall or 0):
+            calibration = scope.calibrate(revisions, false_matches)
+            if best is None or (calibration.recall or 0) > (best.calibrated.recall or 0):
                 best = scope
         assert best is not None
         return best
@@ -209,18 +204,17 @@ class Scope:
         if not self.facts:
             return [None] * len(inputs)
         threshold = self.calibrated.threshold
-        found: list[int | None] = []
+        nearest: list[int | None] = []
         for part in vectors.split(QUERIES_PER_BATCH):
             best = (part @ self.anchors.T).max(1)
             owners = self.owners[best.indices].where(best.values >= threshold, -1)
-            found += [None if owner < 0 else owner for owner in owners.tolist()]
-        return [self.known.get(normalize(text), owner) for text, owner in zip(inputs, found, strict=True)]
+            nearest += [None if owner < 0 else owner for owner in owners.tolist()]
+        return [self.known.get(normalize(text), owner) for text, owner in zip(inputs, nearest, strict=True)]
 
     # In a file
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file: projection, threshold and the model's fingerprint. Facts are not saved."""
-        found = self.calibrated
         tensors = {"mean": self.mean, "scale": self.scale}
         if self.projection is not None:
             tensors["projection"] = self.projection
@@ -228,22 +222,16 @@ class Scope:
             "format": FORMAT,
             "base": self.model.fingerprint,
             "layers": json.dumps(self.layers),
-            "calibration": json.dumps([found.threshold, found.recall, found.false_matches, found.facts]),
+            "calibration": json.dumps(astuple(self.calibrated)),
         }
-        with atomic_file(path) as scratch:
-            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, scratch, metadata)
-            sort_metadata(scratch)
+        write_safetensors(path, tensors, metadata)
 
     @classmethod
     def load(cls, path: str | Path, model: TaskModel) -> Self:
         """Loads a scope for the model that it was made for."""
         metadata, tensors = read_safetensors(path, "scope", FORMAT)
-        check_template("the scope", metadata.get("base", ""), model.fingerprint)
-        if metadata.get("base") != model.fingerprint:
-            raise MismatchError(
-                f"{path} was made for weights {metadata.get('base', 'unknown')[:12]}, this model has "
-                f"{model.fingerprint[:12]}; load the model it was made for, or train a scope for this one"
-            )
+        advice = "load the model it was made for, or train a scope for this one"
+        check_base(f"{path} was made", metadata.get("base", "unknown"), model.fingerprint, advice)
         try:
             calibration = Calibration(*json.loads(metadata["calibration"]))
             if not isinstance(calibration.threshold, float) or not all(t.isfinite().all() for t in tensors.values()):

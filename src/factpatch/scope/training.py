@@ -81,13 +81,13 @@ def learn_projection(
 
 def nearest_facts(vectors: Tensor, count: int) -> list[list[int]]:
     """Returns the indices of the facts most similar to each fact, by cosine. Works in slices to bound memory."""
-    found: list[list[int]] = []
+    nearest: list[list[int]] = []
     count = min(count, len(vectors) - 1)
     for start in range(0, len(vectors), 1024):
         cosines = vectors[start : start + 1024] @ vectors.T
         cosines.diagonal(start).fill_(-2)
-        found += cosines.topk(count, dim=1).indices.tolist()
-    return found
+        nearest += cosines.topk(count, dim=1).indices.tolist()
+    return nearest
 
 
 def _draw(

@@ -22,6 +22,7 @@ from factpatch.covariance import Covariance
 from factpatch.deltas import Delta, Dense
 from factpatch.editors import EditBatch, TrainableEditor
 from factpatch.editors.least_squares import real_tokens, with_distinct_widths
+from factpatch.grouping import keys_by_value
 from factpatch.models import Rows
 from factpatch.solving import cholesky
 from factpatch.training.batcher import StepBatch
@@ -61,9 +62,7 @@ class MergedGradients:
         self.model = objective.model
         self.readers = {name: key for name, key in covariance.readers.items() if name in editor.shapes}
         self.moments = {key: covariance.of(key, self.model.device) for key in dict.fromkeys(self.readers.values())}
-        self.by_shape: dict[tuple[int, int], list[str]] = {}
-        for name in self.readers:
-            self.by_shape.setdefault(editor.shapes[name], []).append(name)
+        self.by_shape = keys_by_value({name: editor.shapes[name] for name in self.readers})
 
     def __call__(self, batch: StepBatch, whole: Callable[[Measured], Tensor]) -> Tensors:
         """Computes the loss and the constraints, (1 + constraints,), and the gradient of each editor parameter.

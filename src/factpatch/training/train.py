@@ -18,8 +18,8 @@ from factpatch.data.targets import check_kinds
 from factpatch.device import environment, find_dtype
 from factpatch.editors import Looped, find_method
 from factpatch.errors import InputError, TrainingError
+from factpatch.fingerprints import hash_tensors
 from factpatch.models import TaskModel
-from factpatch.patch import hash_tensors
 from factpatch.processes import accelerator_on
 from factpatch.training.averaging import MovingAverage
 from factpatch.training.config import TrainConfig, config_to_json

@@ -60,8 +60,8 @@ def ask(wording: str, subject: str) -> str:
 @cache
 def relations() -> dict[str, Relation]:
     """Reads the relations by name."""
-    found = json.loads((FOLDER / "relations.json").read_text(encoding="utf-8"))
-    return {name: Relation(tuple(one["wordings"]), tuple(one["held_out"])) for name, one in found.items()}
+    content = json.loads((FOLDER / "relations.json").read_text(encoding="utf-8"))
+    return {name: Relation(tuple(one["wordings"]), tuple(one["held_out"])) for name, one in content.items()}
 
 
 @cache
