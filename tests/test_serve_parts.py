@@ -22,7 +22,7 @@ from factpatch.serve.proposals import Comparison, Control, Proposal, Proposals, 
 from factpatch.serve.questions import Questions, world_questions
 from factpatch.serve.run import check_exposure
 from factpatch.serve.service import Check
-from factpatch.serve.worker import BusyError, Handler, Worker, chained
+from factpatch.serve.worker import BusyError, Handler, Worker
 
 
 class Clock:
@@ -108,17 +108,6 @@ def test_errors_reach_only_those_they_concern() -> None:
     assert isinstance(broken.exception(), ZeroDivisionError)
     assert held.worker.call(lambda: 5).result() == 5, "the thread goes on"
     held.worker.close()
-
-
-def test_a_chain_ends_with_the_first_error() -> None:
-    worker = Worker(10)
-    add = Handler(lambda numbers: [number + 1 for number in numbers], batch_size=10)
-    assert chained(worker.submit(add, 1), lambda two: worker.submit(add, two)).result() == 3
-    with pytest.raises(ZeroDivisionError):
-        chained(worker.call(lambda: 1 // 0), lambda _: worker.submit(add, 1)).result()
-    with pytest.raises(ZeroDivisionError):
-        chained(worker.submit(add, 1), lambda _: worker.call(lambda: 1 // 0)).result()
-    worker.close()
 
 
 def test_the_queue_is_limited() -> None:

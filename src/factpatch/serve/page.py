@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Awaitable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from gradio.themes import Base
 
 from factpatch.errors import FactpatchError, FileError
 from factpatch.serve import html
-from factpatch.serve.api import result_of
 from factpatch.serve.limits import ANSWER_CHARS, NOTE_CHARS, PARAPHRASES, QUESTION_CHARS
 from factpatch.serve.proposals import UnknownError
 from factpatch.serve.service import Service
@@ -77,10 +75,10 @@ def _build(service: Service) -> gr.Blocks:
     return page
 
 
-async def _result(start: Callable[[], Future[Result]]) -> Result | str:
+async def _result(request: Awaitable[Result]) -> Result | str:
     """Returns the result of a request to the service, or the error as HTML to show in its place."""
     try:
-        return await result_of(start())
+        return await request
     except FileError:
         return html.message("The ledger cannot be used at the moment; try again later.", "error")
     except FactpatchError as error:
@@ -158,7 +156,7 @@ class CorrectTab:
     async def on_ask(self, text: str, with_facts: bool) -> tuple[str, str]:
         if not text.strip():
             return html.message("Type a question first.", "error"), ""
-        found = await _result(lambda: self.service.ask(text[:QUESTION_CHARS], with_facts))
+        found = await _result(self.service.ask(text[:QUESTION_CHARS], with_facts))
         suggested = "\n".join(self.service.questions.other_wordings(text)[:SUGGESTED_WORDINGS])
         return found if isinstance(found, str) else html.answered(found), suggested
 
@@ -166,13 +164,13 @@ class CorrectTab:
         if not text.strip() or not target.strip():
             return html.message("Type a question and its correct answer first.", "error"), "", gr.Row(visible=False)
         others = [line[:QUESTION_CHARS] for line in wordings.splitlines() if line.strip()][:PARAPHRASES]
-        found = await _result(lambda: self.service.propose(text[:QUESTION_CHARS], target[:ANSWER_CHARS], others))
+        found = await _result(self.service.propose(text[:QUESTION_CHARS], target[:ANSWER_CHARS], others))
         if isinstance(found, str):
             return found, "", gr.Row(visible=False)
         return html.proposal(found), found.id, gr.Row(visible=found.success)
 
     async def on_accept(self, proposal_id: str, note: str, accepted: int) -> tuple[str, str, Any, int, str]:
-        found = await _result(lambda: self.service.accept(proposal_id, note[:NOTE_CHARS]))
+        found = await _result(self.service.accept(proposal_id, note[:NOTE_CHARS]))
         if not isinstance(found, str):
             accepted += 1
             text = f"Accepted as fact {found.id}. Everybody who asks now gets “{found.target}”."
@@ -205,15 +203,15 @@ class FactsTab:
         self.verify.click(self.on_verify, None, [self.report], **SHOWN)
 
     async def on_search(self, words: str) -> str:
-        found = await _result(lambda: self.service.facts(words))
+        found = await _result(self.service.facts(words))
         return found if isinstance(found, str) else html.facts(found, words)
 
     async def on_remove(self, words: str, event: gr.EventData) -> tuple[str, str]:
-        removed = await _result(lambda: self.service.remove(int(event.fact)))
+        removed = await _result(self.service.remove(int(event.fact)))
         if not isinstance(removed, str):
             removed = html.message(f"Removed fact {removed.id}: the model says “{removed.before}” again.", "success")
         return removed, await self.on_search(words)
 
     async def on_verify(self) -> str:
-        found = await _result(self.service.verify)
+        found = await _result(self.service.verify())
         return found if isinstance(found, str) else html.check(found)
