@@ -230,7 +230,7 @@ def test_flips_are_marked() -> None:
     assert "would change 1," in kept_here
     lost = html.proposal(proposal(in_scope=True))
     assert "0 of 1 keep their answers" in lost
-    assert "✗ flips" in lost
+    assert "✗ changes" in lost
     assert "change none of them" in html.proposal(proposal(flips=False))
     assert "It works" in lost
     failed = replace(proposal(), edit=FactEdit("Who?", "another", "old"))

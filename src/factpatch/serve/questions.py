@@ -31,6 +31,7 @@ class Questions:
     groups: Sequence[Sequence[str]]
     controls: Sequence[str]
     examples: Sequence[Example] = ()
+    about: str = ""  # what the model knows, for people who see it for the first time
     _known: dict[str, tuple[str, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +63,8 @@ def world_questions(seed: int = 0) -> Questions:
     changes = {change.fact.id: change for change in world.changes()}
     shown = [changes[name] for name in EXAMPLES if name in changes]
     examples = [Example(change.fact.questions[0], change.answer) for change in shown]
-    return Questions(groups, controls, examples)
+    about = f"This small model knows {len(facts):,} facts about the world of 2018."
+    return Questions(groups, controls, examples, about)
 
 
 def read_questions(path: str | Path, seed: int = 0) -> Questions:
