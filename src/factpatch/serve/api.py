@@ -54,9 +54,8 @@ def create_api(service: Service) -> FastAPI:
         redoc_url=None,
         lifespan=lifespan,
     )
-    app.include_router(_asking(service))
-    app.include_router(_ledger(service))
-    app.include_router(_downloads(service))
+    for routes in (_asking, _ledger, _downloads):
+        app.include_router(routes(service), responses=ERRORS)
 
     @app.get("/docs", include_in_schema=False)
     async def reference() -> HTMLResponse:
@@ -74,7 +73,7 @@ def create_api(service: Service) -> FastAPI:
 
 
 def _asking(service: Service) -> APIRouter:
-    router = APIRouter(prefix="/api", tags=["Ask and correct"], responses=ERRORS)
+    router = APIRouter(prefix="/api", tags=["Ask and correct"])
 
     @router.post("/ask", response_model=schemas.Answered)
     async def ask(asked: schemas.AskRequest) -> Any:
@@ -104,7 +103,7 @@ def _asking(service: Service) -> APIRouter:
 
 
 def _ledger(service: Service) -> APIRouter:
-    router = APIRouter(prefix="/api/facts", tags=["Facts"], responses=ERRORS)
+    router = APIRouter(prefix="/api/facts", tags=["Facts"])
 
     @router.get("", response_model=schemas.Facts)
     async def facts(search: str = "", all: bool = False) -> Any:
@@ -131,7 +130,7 @@ def _ledger(service: Service) -> APIRouter:
 
 
 def _downloads(service: Service) -> APIRouter:
-    router = APIRouter(prefix="/api", tags=["Downloads"], responses=ERRORS)
+    router = APIRouter(prefix="/api", tags=["Downloads"])
 
     @router.get("/download/patch", response_class=Response)
     async def patch() -> Response:

@@ -16,18 +16,15 @@ TOKEN_CHARS = 16  # the shortest token that is accepted
 
 def require_web() -> None:
     """Raises a ModelError if the packages of the extra `web` are missing."""
+    # Keep gradio, which reads these settings when it is imported, from sending anything to other machines.
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     try:
         import fastapi  # noqa: F401
         import gradio  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ModelError(f"the service needs {error.name}; install it with pip install 'factpatch[web]'") from error
-
-
-def quiet_gradio() -> None:
-    """Keeps gradio from sending anything to other machines. It reads these settings when it is imported."""
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 
 def check_exposure(host: str, token: str | None) -> None:
@@ -47,7 +44,7 @@ def _is_loopback(host: str) -> bool:
 
 def create_app(service: Service, token: str | None = None):
     """Creates the complete ASGI application."""
-    quiet_gradio()
+    require_web()
     from factpatch.serve.api import create_api
     from factpatch.serve.guard import Guard
     from factpatch.serve.page import mount_page
