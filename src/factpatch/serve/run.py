@@ -42,7 +42,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def create_app(service: Service, token: str | None = None):
+def create_app(service: Service, token: str | None):
     """Creates the complete ASGI application."""
     require_web()
     from factpatch.serve.api import create_api
@@ -53,9 +53,7 @@ def create_app(service: Service, token: str | None = None):
     return Guard(mount_page(create_api(service), service), rate, token)
 
 
-def listen(
-    service: Service, host: str, port: int, token: str | None, on_ready: Callable[[str], object] = lambda url: None
-) -> None:
+def listen(service: Service, host: str, port: int, token: str | None, on_ready: Callable[[str], object]) -> None:
     """Serves until it is interrupted. Calls `on_ready` with the address of the page; port 0 means any free port."""
     import uvicorn
 
@@ -70,6 +68,7 @@ def listen(
             listener.bind((host, port))
         except OSError as error:
             raise InputError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        listener.listen()  # before the page is opened in a browser, which then waits for the server to start
         app = create_app(service, token)
         shown = f"[{host}]" if ":" in host else host
         on_ready(f"http://{shown}:{listener.getsockname()[1]}")

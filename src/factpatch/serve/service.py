@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from asyncio import wrap_future
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from factpatch.editors import EditMethod, Looped, TrainableEditor
 from factpatch.errors import FactpatchError, InputError
@@ -27,6 +27,7 @@ from factpatch.serve.trials import Correction, Trials
 from factpatch.serve.worker import Handler, Worker
 
 ASKS_PER_BATCH, PATCHES_PER_BATCH = 64, 8
+Given = ParamSpec("Given")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -39,6 +40,18 @@ class Check:
     lost: list[Fact]
     controls: int
     controls_unchanged: int
+
+
+def on_worker(
+    method: Callable[Concatenate[Service, Given], Result],
+) -> Callable[Concatenate[Service, Given], Coroutine[Any, Any, Result]]:
+    """Turns a method of the service into a coroutine that waits while the worker's thread runs the method."""
+
+    @wraps(method)
+    async def run(self: Service, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        return await wrap_future(self._worker.call(lambda: method(self, *args, **kwargs)))
+
+    return run
 
 
 class Service:
@@ -74,9 +87,6 @@ class Service:
     def close(self) -> None:
         self._worker.close(self._ledger.close)
 
-    async def _call(self, function: Callable[[], Result]) -> Result:
-        return await wrap_future(self._worker.call(function))
-
     # Asking
 
     async def ask(self, question: str, with_facts: bool = True) -> Answered:
@@ -103,7 +113,7 @@ class Service:
         correction = Correction(spelled, target.strip(), tuple(others.values()))
         patch = await wrap_future(self._worker.submit(self._corrections, correction))
         # Trying a patch is slow, so it is queued separately: questions can be answered in between.
-        return await self._call(lambda: self._try(correction, patch))
+        return await self._try(correction, patch)
 
     def _patch_all(self, corrections: list[Correction]) -> list[Patch | FactpatchError]:
         """Makes the patches of all corrections in one batch."""
@@ -118,15 +128,14 @@ class Service:
             return InputError(f"this is already the unedited model's answer; remove fact {active.id} to get it back")
         return self._unreadable(*correction.paraphrases)
 
+    @on_worker
     def _try(self, correction: Correction, patch: Patch) -> Proposal:
         proposal = self._trials.run(correction, patch)
         self.proposals.put(proposal)
         return proposal
 
-    async def accept(self, proposal_id: str, note: str = "") -> Fact:
-        return await self._call(lambda: self._accept(proposal_id, note))
-
-    def _accept(self, proposal_id: str, note: str) -> Fact:
+    @on_worker
+    def accept(self, proposal_id: str, note: str = "") -> Fact:
         proposal = self.proposals.get(proposal_id)
         if not proposal.success:
             raise InputError("this correction does not work, so it cannot be accepted; try another wording or answer")
@@ -137,25 +146,21 @@ class Service:
 
     # The ledger
 
-    async def facts(self, search: str = "", active_only: bool = True) -> list[Fact]:
+    @on_worker
+    def facts(self, search: str = "", active_only: bool = True) -> list[Fact]:
         """Returns the recorded facts that contain all words of the search, newest first."""
+        facts = self._ledger.facts("active" if active_only else None)
+        return [fact for fact in reversed(facts) if _contains(fact, search)]
 
-        def found() -> list[Fact]:
-            facts = self._ledger.facts("active" if active_only else None)
-            return [fact for fact in reversed(facts) if _contains(fact, search)]
+    @on_worker
+    def history(self, fact_id: int) -> tuple[Fact, list[Event]]:
+        return self._fact(fact_id), self._ledger.history(fact_id)
 
-        return await self._call(found)
-
-    async def history(self, fact_id: int) -> tuple[Fact, list[Event]]:
-        return await self._call(lambda: (self._fact(fact_id), self._ledger.history(fact_id)))
-
-    async def remove(self, fact_id: int) -> Fact:
-        def removed() -> Fact:
-            self._fact(fact_id)
-            self._ledger.remove(fact_id)
-            return self._fact(fact_id)
-
-        return await self._call(removed)
+    @on_worker
+    def remove(self, fact_id: int) -> Fact:
+        self._fact(fact_id)  # a fact that does not exist is an UnknownError
+        self._ledger.remove(fact_id)
+        return self._fact(fact_id)
 
     def _fact(self, fact_id: int) -> Fact:
         for fact in self._ledger.facts(None):
@@ -163,10 +168,8 @@ class Service:
                 return fact
         raise UnknownError(f"there is no fact {fact_id}; list the facts to see their numbers")
 
-    async def verify(self) -> Check:
-        return await self._call(self._verify)
-
-    def _verify(self) -> Check:
+    @on_worker
+    def verify(self) -> Check:
         """Asks every wording of every accepted fact, and the control questions that are not about one of them."""
         facts = self._ledger.facts()
         texts = {text: fact for fact in facts for text in (fact.x, *fact.paraphrases)}
@@ -181,28 +184,30 @@ class Service:
 
     # Downloads
 
-    async def merged_patch(self) -> bytes:
+    @on_worker
+    def merged_patch(self) -> bytes:
         """Returns all accepted facts in one patch file."""
-        return await self._call(lambda: patch_file(self._merged()))
+        return patch_file(self._merged())
 
-    async def merged_adapter(self, rank: int | None = None) -> bytes:
+    @on_worker
+    def merged_adapter(self, rank: int | None = None) -> bytes:
         """Returns all accepted facts as one zipped PEFT adapter."""
         check_rank(rank)
-        return await self._call(lambda: adapter_file(self._merged(), self.model, rank))
+        return adapter_file(self._merged(), self.model, rank)
 
-    async def fact_patch(self, fact_id: int) -> bytes:
-        def packed() -> bytes:
-            if (fact := self._fact(fact_id)).status != "active":
-                raise UnknownError(f"fact {fact_id} is not active, so it has no patch; choose an active fact")
-            return patch_file(self._ledger.patch_of(fact))
+    @on_worker
+    def fact_patch(self, fact_id: int) -> bytes:
+        if (fact := self._fact(fact_id)).status != "active":
+            raise UnknownError(f"fact {fact_id} is not active, so it has no patch; choose an active fact")
+        return patch_file(self._ledger.patch_of(fact))
 
-        return await self._call(packed)
+    @on_worker
+    def proposal_patch(self, proposal_id: str) -> bytes:
+        return patch_file(self.proposals.get(proposal_id).patch)
 
-    async def proposal_patch(self, proposal_id: str) -> bytes:
-        return await self._call(lambda: patch_file(self.proposals.get(proposal_id).patch))
-
-    async def ledger_file(self) -> bytes:
-        return await self._call(lambda: ledger_file(self._ledger))
+    @on_worker
+    def ledger_file(self) -> bytes:
+        return ledger_file(self._ledger)
 
     def _merged(self) -> Patch:
         if not self._ledger.facts():
