@@ -120,7 +120,7 @@ class CorrectTab:
         self.answers = gr.HTML(elem_id="answers")
 
     def _correct_section(self) -> None:
-        gr.HTML(html.section("2", "Correct", "Type the answer it should give. Nothing changes until you accept it."))
+        gr.HTML(html.section("2", "Correct", "Type the right answer. Nothing changes until you accept it."))
         self.target = gr.Textbox(label="Correct answer", max_length=ANSWER_CHARS)
         self.wordings = gr.Textbox(
             label="Other wordings of the question, one per line (optional)",
