@@ -224,6 +224,12 @@ def test_texts_are_escaped() -> None:
     assert not [text for text in shown if "<script" in text]
 
 
+def test_the_best_answer_comes_first_and_the_others_by_probability() -> None:
+    answers = [Answer("best", 0.2), Answer("third", 0.1), Answer("second", 0.3)]  # a beam search ranks by length too
+    shown = html.answered(Answered("Who?", answers, None))
+    assert shown.index("best") < shown.index("second") < shown.index("third")
+
+
 def test_flips_are_marked() -> None:
     kept_here = html.proposal(proposal(in_scope=False))
     assert "1 of 1 keep their answers" in kept_here

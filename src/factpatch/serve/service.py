@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import wrap_future
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -141,7 +142,8 @@ class Service:
             raise InputError("this correction does not work, so it cannot be accepted; try another wording or answer")
         paraphrases = {proposal.edit.x: [one.question for one in proposal.paraphrases]}
         (fact,) = self._ledger.add(_Precomputed(proposal.patch), [proposal.edit], paraphrases, note)
-        self.proposals.discard(proposal_id)
+        with suppress(UnknownError):  # it has expired or been discarded meanwhile, but the fact is recorded
+            self.proposals.discard(proposal_id)
         return fact
 
     # The ledger
