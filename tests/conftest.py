@@ -125,12 +125,3 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
         return Ran(code if isinstance(code, int) else 0, captured.out, captured.err)
 
     return command
-
-
-@pytest.fixture
-def one_thread() -> Any:
-    """Computes sums in the same order as a process with one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from processes import run_aside
+from processes import HANG, run_aside
 
 from factpatch import world
 from factpatch.ledger import Ledger
 from factpatch.models import load_model
-
-HANG = 600  # seconds after which a test gives up; a busy machine may need many times what an idle one does
 
 
 class Served:

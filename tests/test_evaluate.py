@@ -261,7 +261,7 @@ def test_a_run_of_another_editor_starts_anew(world: dict[str, Any], tmp_path: Pa
 
 
 def test_two_processes_write_what_one_writes(
-    world: dict[str, Any], tmp_path: Path, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, one_thread: None
+    world: dict[str, Any], tmp_path: Path, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = world["classify"]
     options = [

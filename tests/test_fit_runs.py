@@ -135,7 +135,7 @@ def test_a_kill_while_a_checkpoint_is_put_in_place(base: Path, tmp_path: Path, m
     assert resumed["steps"] == 30
 
 
-def test_a_killed_run_ends_with_the_same_weights(base: Path, tmp_path: Path, one_thread: None) -> None:
+def test_a_killed_run_ends_with_the_same_weights(base: Path, tmp_path: Path) -> None:
     train = write_lines(tmp_path / "train.jsonl", claims(60))
     settings = {**QUICK_FIT, "steps": 150, "checkpoint_seconds": 0.0}
     (tmp_path / "driver.py").write_text(DRIVER)
@@ -212,9 +212,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", ["nothing", "config.json", "tokenizer.json"])
-def test_a_kill_in_the_final_save(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, last: str
-) -> None:
+def test_a_kill_in_the_final_save(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
     """Whatever file was put in place last, the run can be resumed, and until then no command accepts the model."""
     train = write_lines(tmp_path / "train.jsonl", claims(40))
     config = FitConfig(**{**QUICK_FIT, "steps": 5})

@@ -118,6 +118,7 @@ def test_a_fact_is_corrected_and_restored(
     visitor.write("Correct answer", AFTER)
     visitor.press("Try the correction")
     visitor.shows("#result", f"It works: the model would say “{AFTER}”.")
+    playwright.expect(visitor.page.locator("#compare")).to_be_in_viewport(timeout=WAIT)
     visitor.shows("#result .fp-card:has(h3:text-is('Before')) .fp-best", BEFORE)
     visitor.shows("#result .fp-card:has(h3:text-is('After')) .fp-best", AFTER)
     visitor.shows("#result", "Other wordings: 2 of 2 get the new answer")
@@ -154,6 +155,11 @@ def test_mistakes_are_explained_and_texts_are_not_run(browser: Any, service: Ser
     visitor.write("Correct answer", BEFORE)
     visitor.press("Try the correction")
     visitor.shows("#result .fp-error", "The model already says")
+    wordings = visitor.page.get_by_label("Other wordings", exact=False)
+    wordings.fill("Which town is Burundi's capital?")
+    visitor.page.get_by_label("Use the accepted facts").click()
+    visitor.shows("#answers .fp-best", BEFORE)
+    assert wordings.input_value() == "Which town is Burundi's capital?", "what was typed stays"
     assert visitor.page.title() == "factpatch"
     assert not visitor.page.get_by_role("button", name="Accept", exact=True).is_visible()
     visitor.leave()

@@ -24,6 +24,7 @@ from factpatch.ledger import Ledger
 from factpatch.models import TaskModel
 from factpatch.patch import Patch
 from factpatch.scope import Scope
+from factpatch.serve.answering import Ask
 from factpatch.serve.limits import BODY_BYTES, Limits, RateLimiter
 from factpatch.serve.questions import Questions
 from factpatch.serve.service import Service
@@ -304,7 +305,7 @@ def test_ten_thousand_characters_are_refused(client: TestClient) -> None:
 
 
 def test_a_question_that_the_model_cannot_read_fails_alone(service: Service, model: TaskModel) -> None:
-    long, good = service.ask("why " * 60), service.ask(X)
+    long, good = (service._worker.submit(service._asks, Ask(text, True)) for text in ("why " * 60, X))
     assert good.result().answers[0].text == model.predict([X])[0]
     problem(client_of(service).post("/api/ask", json={"question": "why " * 60}), 422, "reads at most")
     assert long.exception() is not None
@@ -349,7 +350,7 @@ def test_a_full_queue_is_refused(service: Service, model: TaskModel) -> None:
     started, go_on = threading.Event(), threading.Event()
     service._worker.call(lambda: (started.set(), go_on.wait(60)))
     started.wait(60)
-    waiting = [service.ask(X) for _ in range(service.limits.queue - 1)]
+    waiting = [service._worker.submit(service._asks, Ask(X, True)) for _ in range(service.limits.queue - 1)]
     answer = client_of(service).post("/api/ask", json={"question": X})
     go_on.set()
     problem(answer, 503, "busy")

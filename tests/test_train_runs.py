@@ -182,7 +182,7 @@ def test_a_checkpoint_of_another_version(checker: Path, claims: Path, tmp_path: 
         start(config, checker, tmp_path / "run", resume=True).run(claims)
 
 
-def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: Path, one_thread: None) -> None:
+def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: Path) -> None:
     from factpatch.training.config import config_to_json
 
     config = replace(QUICK, steps=240, others=("unsure", "near"), ema=0.9, ridge=1.0, checkpoint_seconds=0.0)

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import Ran
+from processes import HANG
 
 from factpatch import demo, world
-from factpatch.data.revisions import edit_of
+from factpatch.data.revisions import edit_of, load_revisions
+from factpatch.editors import load_editor
 from factpatch.facts import normalize, same
 from factpatch.models import load_model
 from factpatch.patch import Patch
@@ -26,7 +28,6 @@ from factpatch.scope import Scope
 
 ROOT = Path(__file__).parent.parent
 ARTICLES = {"the", "a", "an"}
-HANGS = 3600  # seconds after which a process is taken to hang, however busy the machine is
 
 
 def words(text: str) -> set[str]:
@@ -79,10 +80,15 @@ def test_changes_differ_from_2018() -> None:
         assert line["before"] == change.fact.answer
 
 
+@pytest.fixture(autouse=True)
+def tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the tests import the tools that make the world, which are scripts and no package."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+
+
 @pytest.fixture
 def training_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """A small sample of what the model and the editor are trained on."""
-    monkeypatch.syspath_prepend(ROOT / "tools")
     import world_data
 
     for name, value in {"TYPED": 5, "MADE_UP": 200, "EDITS_PER_FACT": {True: 2, False: 1}, "NEW_SUBJECTS": 50}.items():
@@ -101,7 +107,7 @@ def test_no_held_out_wording_is_trained_on(training_data: list[dict[str, Any]]) 
             assert normalize(text) not in held_out
 
 
-def test_no_change_is_trained_on(training_data: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_change_is_trained_on(training_data: list[dict[str, Any]]) -> None:
     """A new answer may be read as a name or answer another fact, but never stands in one line with its own fact."""
     from world_names import Names
 
@@ -118,9 +124,8 @@ def test_no_change_is_trained_on(training_data: list[dict[str, Any]], monkeypatc
         assert len(set(targets)) > 5
 
 
-def test_questions_are_typed_in_many_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_are_typed_in_many_ways() -> None:
     """Typed questions differ in wording, case and spelling; held-out wordings are never typed for training."""
-    monkeypatch.syspath_prepend(ROOT / "tools")
     from world_typing import Typist, split_wordings
 
     typist, rng = Typist(), random.Random(0)
@@ -136,8 +141,7 @@ def test_questions_are_typed_in_many_ways(monkeypatch: pytest.MonkeyPatch) -> No
         assert any(not text.endswith("?") for text in typed)
 
 
-def test_made_up_names_are_new_and_of_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "tools")
+def test_made_up_names_are_new_and_of_every_length() -> None:
     from world_names import Names, names_to_check
 
     names, rng = Names(), random.Random(0)
@@ -163,9 +167,6 @@ def test_the_merged_patch_holds_all_changes_and_knows_no_spare_fact() -> None:
 
 
 def test_the_model_and_its_editor_go_together() -> None:
-    from factpatch.editors import load_editor
-    from factpatch.models import load_model
-
     model = load_model("world", "cpu")
     editor = load_editor("world")
     assert editor.base == model.fingerprint
@@ -176,8 +177,7 @@ def test_the_model_and_its_editor_go_together() -> None:
     assert sum(known) / len(known) >= 0.9
 
 
-def test_the_model_reads_questions_as_people_type_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "tools")
+def test_the_model_reads_questions_as_people_type_them() -> None:
     from world_typing import questions_to_check
 
     answers = {fact.id: fact.answer for fact in world.facts()}
@@ -189,9 +189,6 @@ def test_the_model_reads_questions_as_people_type_them(monkeypatch: pytest.Monke
 
 def test_the_revision_file_is_the_models_own(run: Callable[..., Ran], tmp_path: Path) -> None:
     """After a change of the model or of its identity: python tools/make_world.py --stage revisions."""
-    from factpatch.data.revisions import load_revisions
-    from factpatch.models import load_model
-
     assert world.REVISIONS.stat().st_size < 300_000
     notes: list[str] = []
     revisions = load_revisions("world", load_model("world", "cpu"), warn=notes.append)
@@ -202,19 +199,8 @@ def test_the_revision_file_is_the_models_own(run: Callable[..., Ran], tmp_path: 
     }
     assert len(revisions) - len(edits) >= 300
     assert sum(bool(revision.rephrases) for revision in revisions) > 0.9 * len(revisions)
-    given = (
-        "--model",
-        "world",
-        "--editor",
-        "world",
-        "--data",
-        "world",
-        "--device",
-        "cpu",
-        "--output",
-        tmp_path / "out",
-    )
-    measured = run("evaluate", *given, "--edits", 2, "--retain", 5, "--json").json
+    given = ("--model", "world", "--editor", "world", "--data", "world", "--device", "cpu")
+    measured = run("evaluate", *given, "--output", tmp_path / "out", "--edits", 2, "--retain", 5, "--json").json
     assert (measured["edits"], measured["retain_inputs"]) == (2, 5)
 
 
@@ -253,7 +239,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_demo_runs_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     command = [str(installed), "-I", "-m", "factpatch", "demo", "--json", "--device", "cpu"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=HANGS)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=HANG)
     result = json.loads(ran.stdout)
     where = subprocess.run(
         [str(installed), "-I", "-c", "import factpatch; print(factpatch.__file__)"],

@@ -39,7 +39,7 @@ MINIMUM = {
     "names_loop_equivalence": 0.90,
 }
 PARTS = ("known", "typed", "names", "edits")
-CONTROLS = 100  # control facts for edits with repeated updates, and for edits of typed questions or to new names
+CONTROLS = 100  # control facts for edits of typed questions and for edits to made-up names
 TYPED_PARAPHRASES = 2  # per edit
 GENERATED = 200  # generated questions and names, with --tuning
 

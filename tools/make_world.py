@@ -1,4 +1,4 @@
-"""Makes the embedded world's model, editor, scope and revision file from its facts: `make world`.
+"""Makes the embedded world's model, editor, scope, merged patch and revision file from its facts: `make world`.
 
 The model and the editor are made by the commands that users run (fit, revise, train), from one seed and in a fixed
 number of steps, so that the same machine makes the same files.
@@ -91,23 +91,6 @@ def main() -> None:
         print(f"{stage}: finished after {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def merge_changes() -> None:
-    """Puts all changes into one patch. The world's spare facts are left out, so that they can measure it."""
-    model = load_model("world", "cpu")
-    spare = {fact.id for fact in world.spare()}
-    rng = random.Random(SEED)
-    others = [q for fact in facts() if fact.id not in spare for q in rng.sample(fact.questions, 2)]
-    edits = [edit_of(revision) for revision in outdated(model)]
-    asked = {normalize(q) for change in changes() for q in change.fact.questions}
-    others = [question for question in others if normalize(question) not in asked]
-    covariance = Covariance.compute(model, others[:MERGE_SAMPLE])
-    patches = Looped(load_editor("world")).propose(model, edits)
-    patch = refine(model, merge(model, patches, covariance=covariance, mode="sequence"), others, REFINE_STEPS)
-    half = {name: Dense(delta.dense().half()) for name, delta in patch.deltas.items()}
-    replace(patch, deltas=half).save(world.MERGED)
-    print(f"{world.MERGED.name}: {len(edits)} facts")
-
-
 def fit_model(work: Path, steps: int, device: str) -> None:
     """Trains the model, and writes its revisions."""
     shutil.rmtree(work, ignore_errors=True)
@@ -145,7 +128,7 @@ def copy_into_package(work: Path) -> None:
 
 
 def train_scope() -> None:
-    """Trains the embedded scope on the trained wordings of all facts; the held-out wordings stay unseen."""
+    """Trains the embedded scope on trained wordings and typed questions of all facts, but on no held-out wording."""
     rng, typist = random.Random(SEED), Typist()
     wordings = [[*rng.sample(fact.questions, 4), *typist.questions(fact, 3, rng)] for fact in facts()]
     revisions = [
@@ -157,6 +140,23 @@ def train_scope() -> None:
     scope.calibrate(held_out, facts=len(changes()))
     scope.save(SCOPE)
     print(f"{SCOPE.name}: {scope.calibrated}")
+
+
+def merge_changes() -> None:
+    """Puts all changes into one patch. The world's spare facts are left out, so that they can measure it."""
+    model = load_model("world", "cpu")
+    spare = {fact.id for fact in world.spare()}
+    rng = random.Random(SEED)
+    others = [q for fact in facts() if fact.id not in spare for q in rng.sample(fact.questions, 2)]
+    edits = [edit_of(revision) for revision in outdated(model)]
+    asked = {normalize(q) for change in changes() for q in change.fact.questions}
+    others = [question for question in others if normalize(question) not in asked]
+    covariance = Covariance.compute(model, others[:MERGE_SAMPLE])
+    patches = Looped(load_editor("world")).propose(model, edits)
+    patch = refine(model, merge(model, patches, covariance=covariance, mode="sequence"), others, REFINE_STEPS)
+    half = {name: Dense(delta.dense().half()) for name, delta in patch.deltas.items()}
+    replace(patch, deltas=half).save(world.MERGED)
+    print(f"{world.MERGED.name}: {len(edits)} facts")
 
 
 def write_revisions() -> None:

@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from world_typing import weighted
+
 from factpatch.world import Fact, changes, facts
 
 LENGTHS = {1: 32, 2: 44, 3: 12, 4: 6, 5: 4, 6: 2}  # number of words in made-up names, with weights
@@ -39,7 +41,7 @@ class Names:
     def made_up(self, rng: random.Random) -> str:
         """Makes up a name of one to six words, some of which are known and some spelled at random."""
         while True:
-            words = [self._word(rng) for _ in range(_weighted(LENGTHS, rng))]
+            words = [self._word(rng) for _ in range(weighted(LENGTHS, rng))]
             if len(words) > 2 and rng.random() < 0.4:
                 words[rng.randrange(1, len(words) - 1)] = rng.choice(LINKS)
             if len(words) > 1 and rng.random() < 0.06:
@@ -55,7 +57,7 @@ class Names:
     def _word(self, rng: random.Random) -> str:
         if rng.random() < 0.03:
             return str(rng.randrange(10 ** rng.randint(1, 4)))
-        kind = _weighted(SOURCES, rng)
+        kind = weighted(SOURCES, rng)
         if kind == "world":
             return rng.choice(self.words)
         word = self.letters.word(rng) if kind == "letters" else rng.choice(self.common)
@@ -71,7 +73,7 @@ class Names:
         others = [answer for answer in self.of[fact.relation] if answer != fact.answer]
         drawn: list[str] = []
         while len(drawn) < count:
-            kind = _weighted(NEW_ANSWERS, rng)
+            kind = weighted(NEW_ANSWERS, rng)
             answer = self.made_up(rng) if kind == "made up" else rng.choice(others if kind == "alike" else self.known)
             if answer not in (fact.answer, self.now.get(fact.id)):
                 drawn.append(answer)
@@ -104,10 +106,6 @@ class Letters:
                 spelled += letter
             if len(spelled) >= 5:
                 return spelled[2:]
-
-
-def _weighted(weights: dict, rng: random.Random):
-    return rng.choices(list(weights), list(weights.values()))[0]
 
 
 def names_to_check() -> list[str]:

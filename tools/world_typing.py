@@ -14,6 +14,7 @@ from collections import defaultdict
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 from factpatch.facts import normalize
 from factpatch.world import Fact, facts, relations
@@ -34,6 +35,7 @@ CONTRACTIONS = {
 }
 KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 SUBJECT = "subject"  # stands for the subject where wordings are compared
+Choice = TypeVar("Choice")
 SHORTEST_MISTYPED = 4  # letters; shorter words are often codes, which a wrong letter makes another code
 
 
@@ -96,8 +98,8 @@ class Typist:
             text = _without_accents(text)
         if rng.random() < 0.3:
             text = self.mistyped(text, rng)
-        text = _capitalised(text, _weighted(STYLES, rng))
-        return text + _weighted(ENDINGS, rng)
+        text = _capitalised(text, weighted(STYLES, rng))
+        return text + weighted(ENDINGS, rng)
 
     def mistyped(self, text: str, rng: random.Random) -> str:
         """Types one letter wrong, unless the result is another word that subjects contain, such as Iran for Iraq."""
@@ -177,7 +179,8 @@ def _capitalised(text: str, style: str) -> str:
     return (text[:1].lower() if style == "lower first" else text[:1].upper()) + text[1:]
 
 
-def _weighted(weights: dict[str, int], rng: random.Random) -> str:
+def weighted(weights: dict[Choice, int], rng: random.Random) -> Choice:
+    """Draws one of the keys, each with the probability that its weight stands for."""
     return rng.choices(list(weights), list(weights.values()))[0]
 
 

@@ -63,7 +63,6 @@ def serve(
     with common.working("loading"):
         from factpatch.serve import run
 
-        run.quiet_gradio()
         run.require_web()
         run.check_exposure(host, token)
         common.prepare(seed)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from factpatch.ledger import Ledger
 from factpatch.ledger_store import Fact
@@ -14,7 +14,7 @@ from factpatch.models.answers import Answer, best_answers, best_answers_patched
 
 CACHED = 4096  # entries of each cache
 
-Key = TypeVar("Key", bound=Hashable)
+Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
@@ -33,7 +33,7 @@ class Answered:
     fact: Fact | None
 
 
-class Recent(OrderedDict[Key, Value], Generic[Key, Value]):
+class Recent(OrderedDict[Key, Value]):
     """A cache of the most recently used entries."""
 
     def __init__(self, limit: int):

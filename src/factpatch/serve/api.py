@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -36,14 +34,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 STATUS: dict[type[FactpatchError], int] = {UnknownError: 404, InputError: 422, BusyError: 503}
-Result = TypeVar("Result")
 
 log = logging.getLogger("factpatch.serve")
-
-
-async def result_of(future: Future[Result]) -> Result:
-    """Waits for the worker. If the client disconnects, a request that is still waiting is dropped."""
-    return await asyncio.wrap_future(future)
 
 
 def create_api(service: Service) -> FastAPI:
@@ -62,9 +54,8 @@ def create_api(service: Service) -> FastAPI:
         redoc_url=None,
         lifespan=lifespan,
     )
-    app.include_router(_asking(service))
-    app.include_router(_ledger(service))
-    app.include_router(_downloads(service))
+    for routes in (_asking, _ledger, _downloads):
+        app.include_router(routes(service), responses=ERRORS)
 
     @app.get("/docs", include_in_schema=False)
     async def reference() -> HTMLResponse:
@@ -82,12 +73,12 @@ def create_api(service: Service) -> FastAPI:
 
 
 def _asking(service: Service) -> APIRouter:
-    router = APIRouter(prefix="/api", tags=["Ask and correct"], responses=ERRORS)
+    router = APIRouter(prefix="/api", tags=["Ask and correct"])
 
     @router.post("/ask", response_model=schemas.Answered)
     async def ask(asked: schemas.AskRequest) -> Any:
         """Ask a question. Returns the five best answers with their probabilities."""
-        return await result_of(service.ask(asked.question, asked.with_facts))
+        return await service.ask(asked.question, asked.with_facts)
 
     @router.post("/propose", response_model=schemas.Proposal)
     async def propose(correction: schemas.ProposeRequest) -> Any:
@@ -95,12 +86,12 @@ def _asking(service: Service) -> APIRouter:
 
         Nothing changes until the proposal is accepted. It expires after half an hour.
         """
-        return await result_of(service.propose(correction.question, correction.target, correction.paraphrases))
+        return await service.propose(correction.question, correction.target, correction.paraphrases)
 
     @router.post("/accept", response_model=schemas.Fact)
     async def accept(accepted: schemas.AcceptRequest) -> Any:
         """Accept a proposal: the fact is recorded, and used for everybody's questions."""
-        return await result_of(service.accept(accepted.id, accepted.note))
+        return await service.accept(accepted.id, accepted.note)
 
     @router.post("/discard", response_model=schemas.Discarded)
     async def discard(discarded: schemas.DiscardRequest) -> Any:
@@ -112,39 +103,39 @@ def _asking(service: Service) -> APIRouter:
 
 
 def _ledger(service: Service) -> APIRouter:
-    router = APIRouter(prefix="/api/facts", tags=["Facts"], responses=ERRORS)
+    router = APIRouter(prefix="/api/facts", tags=["Facts"])
 
     @router.get("", response_model=schemas.Facts)
     async def facts(search: str = "", all: bool = False) -> Any:
         """List the accepted facts, newest first; with `all`, removed and replaced ones too."""
-        return {"facts": await result_of(service.facts(search, active_only=not all))}
+        return {"facts": await service.facts(search, active_only=not all)}
 
     @router.post("/verify", response_model=schemas.Verification)
     async def verify() -> Any:
         """Ask every accepted fact in all its wordings, and a sample of other questions."""
-        return await result_of(service.verify())
+        return await service.verify()
 
     @router.get("/{fact}", response_model=schemas.FactHistory)
     async def fact(fact: int) -> Any:
         """Show everything that is recorded about one fact."""
-        found, history = await result_of(service.history(fact))
+        found, history = await service.history(fact)
         return {"fact": found, "history": history}
 
     @router.delete("/{fact}", response_model=schemas.Fact)
     async def remove(fact: int) -> Any:
         """Remove a fact. Its record and history stay."""
-        return await result_of(service.remove(fact))
+        return await service.remove(fact)
 
     return router
 
 
 def _downloads(service: Service) -> APIRouter:
-    router = APIRouter(prefix="/api", tags=["Downloads"], responses=ERRORS)
+    router = APIRouter(prefix="/api", tags=["Downloads"])
 
     @router.get("/download/patch", response_class=Response)
     async def patch() -> Response:
         """Download all accepted facts in one patch file."""
-        return _file(await result_of(service.merged_patch()), "facts.safetensors")
+        return _file(await service.merged_patch(), "facts.safetensors")
 
     @router.get("/download/adapter", response_class=Response)
     async def adapter(rank: int | None = None) -> Response:
@@ -153,22 +144,22 @@ def _downloads(service: Service) -> APIRouter:
         With `rank` 8, 16, 32, 64, 128, 256, 320 or 512, or if the facts need more than 512, the change is truncated;
         README.md in the archive says what that costs.
         """
-        return _file(await result_of(service.merged_adapter(rank)), "facts-adapter.zip")
+        return _file(await service.merged_adapter(rank), "facts-adapter.zip")
 
     @router.get("/download/ledger", response_class=Response)
     async def ledger() -> Response:
         """Download a copy of the ledger."""
-        return _file(await result_of(service.ledger_file()), "facts.db")
+        return _file(await service.ledger_file(), "facts.db")
 
     @router.get("/facts/{fact}/patch", response_class=Response)
     async def fact_patch(fact: int) -> Response:
         """Download the patch of one fact."""
-        return _file(await result_of(service.fact_patch(fact)), f"fact-{fact}.safetensors")
+        return _file(await service.fact_patch(fact), f"fact-{fact}.safetensors")
 
     @router.get("/proposals/{proposal}/patch", response_class=Response)
     async def proposal_patch(proposal: str) -> Response:
         """Download the patch of a proposal."""
-        return _file(await result_of(service.proposal_patch(proposal)), "proposal.safetensors")
+        return _file(await service.proposal_patch(proposal), "proposal.safetensors")
 
     return router
 

@@ -6,11 +6,9 @@ import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import Sequence
-from html import escape
 from urllib.parse import parse_qs
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -46,8 +44,8 @@ padding:0 1rem}}input,button{{font:inherit;padding:.6rem;width:100%;box-sizing:b
 class Guard:
     """ASGI middleware. Without a token, only requests to a loopback host are answered."""
 
-    def __init__(self, app: ASGIApp, rate: RateLimiter, token: str | None = None, hosts: Sequence[str] = LOOPBACK):
-        self.app, self.rate, self.token, self.hosts = app, rate, token, hosts
+    def __init__(self, app: ASGIApp, rate: RateLimiter, token: str | None = None):
+        self.app, self.rate, self.token = app, rate, token
         self._session = secrets.token_hex(32)  # the cookie of everybody who has logged in since the start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,7 +65,7 @@ class Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         path = request.url.path
-        if self.token is None and request.url.hostname not in self.hosts:
+        if self.token is None and request.url.hostname not in LOOPBACK:
             return problem(403, "this service answers on its own machine only; use http://127.0.0.1")
         if path.startswith(CLOSED):
             return problem(404, "this address is not available; see /docs")
@@ -76,18 +74,18 @@ class Guard:
             if seconds := self.rate.wait(client):
                 wait = int(seconds) + 1
                 return problem(429, f"too many requests; try again in {wait} s", {"Retry-After": str(wait)})
-        if self._is_allowed(request.headers, request.cookies.get(COOKIE, "")) or path == "/login":
+        if self._is_allowed(request) or path == "/login":
             return None
         if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
             return RedirectResponse("/login", 303)
         message = "the token is missing or wrong; send it as Authorization: Bearer TOKEN"
         return problem(401, message, {"WWW-Authenticate": "Bearer"})
 
-    def _is_allowed(self, headers: Headers, cookie: str) -> bool:
-        if self.token is None:
+    def _is_allowed(self, request: Request) -> bool:
+        if self.token is None or same_secret(request.cookies.get(COOKIE, ""), self._session):
             return True
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        return (scheme.lower() == "bearer" and same_secret(given, self.token)) or same_secret(cookie, self._session)
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and same_secret(given, self.token)
 
     def _login(self, request: Request, body: bytes) -> Response:
         if self.token is None:
@@ -96,7 +94,7 @@ class Guard:
             return HTMLResponse(LOGIN.format(message="Enter the token that the service was started with."))
         given = parse_qs(body.decode(errors="replace")).get("token", [""])[0]
         if not same_secret(given, self.token):
-            return HTMLResponse(LOGIN.format(message=escape("This token is wrong; try again.")), 401)
+            return HTMLResponse(LOGIN.format(message="This token is wrong; try again."), 401)
         response = RedirectResponse("/", 303)
         secure = request.url.scheme == "https"
         response.set_cookie(COOKIE, self._session, httponly=True, samesite="strict", secure=secure)
@@ -142,9 +140,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 def _with_headers(send: Send) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            for name, value in HEADERS.items():
-                headers[name] = value
+            MutableHeaders(scope=message).update(HEADERS)
         await send(message)
 
     return sending

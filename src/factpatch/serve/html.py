@@ -10,13 +10,14 @@ from factpatch.facts import same
 from factpatch.ledger_store import Fact
 from factpatch.models.answers import Answer
 from factpatch.serve.answering import Answered
-from factpatch.serve.proposals import Comparison, Control, Proposal, WeightChange
+from factpatch.serve.proposals import Control, Proposal, WeightChange
 from factpatch.serve.service import Check
 
 SHOWN_FACTS = 50
 DOWNLOADS = """<p class="fp-downloads">Download all facts: <a href="/api/download/patch" download>merged patch</a> ·
 <a href="/api/download/adapter" download>LoRA adapter</a> · <a href="/api/download/ledger" download>ledger</a></p>"""
-ALONE = "Patch alone"  # heading of the answers that the patch would give if it were used for every question
+NEW, OLD = '<span class="fp-yes">✓ new answer</span>', '<span class="fp-no">✗ not the new answer</span>'
+KEPT, LOST = '<span class="fp-yes">✓ kept</span>', '<span class="fp-no">✗ changes</span>'
 BLOCK = re.compile(r"(.*?)(\d+)\.(.+?)(?:\.weight)?$")  # weight name: stack of blocks, number, weight in the block
 SHORT = {"self_attn": "self", "encoder_attn": "cross", "attention": "att", "layers": "", "model": ""}
 
@@ -42,16 +43,21 @@ def answered(found: Answered) -> str:
 
 def _bars(answers: Sequence[Answer], wanted: str | None = None) -> str:
     rows = []
-    for number, answer in enumerate(answers):
+    best, *others = answers
+    for answer in (best, *sorted(others, key=lambda one: -one.probability)):
         share = f"{answer.probability:.1%}"
         shown = "under 0.1%" if share == "0.0%" else share
-        classes = "fp-best" * (number == 0) + " fp-wanted" * (wanted is not None and same(answer.text, wanted))
+        classes = "fp-best" * (answer is best) + " fp-wanted" * (wanted is not None and same(answer.text, wanted))
         rows.append(
-            f'<li class="{classes}"><span class="fp-text">{escape(answer.text) or "(empty)"}</span>'
+            f'<li class="{classes}"><span class="fp-text">{_text(answer.text)}</span>'
             f'<span class="fp-share">{shown}</span>'
             f'<span class="fp-track" aria-hidden="true"><span style="width:{share}"></span></span></li>'
         )
     return f'<ol class="fp-bars">{"".join(rows)}</ol>'
+
+
+def _text(answer: str) -> str:
+    return escape(answer) or "(empty)"
 
 
 def proposal(found: Proposal) -> str:
@@ -77,58 +83,46 @@ def proposal(found: Proposal) -> str:
 def _paraphrases(found: Proposal) -> str:
     if not found.paraphrases:
         return ""
-    held = sum(same(one.after[0].text, found.edit.a) for one in found.paraphrases)
-    rows = "".join(_row(one, same(one.after[0].text, found.edit.a)) for one in found.paraphrases)
-    title = f"Other wordings: {held} of {len(found.paraphrases)} get the new answer"
-    return f'<div class="fp-card"><h3>{title}</h3>{_table(rows)}</div>'
-
-
-def _row(one: Comparison, good: bool) -> str:
-    mark = '<span class="fp-yes">✓ new answer</span>' if good else '<span class="fp-no">✗ not the new answer</span>'
-    return _cells(one.question, one.before[0].text, one.after[0].text, mark)
-
-
-def _cells(question: str, before: str, after: str, mark: str, label: str = "After") -> str:
-    texts = (("Question", question), ("Before", before), (label, after))
-    cells = "".join(f'<td data-label="{label}">{escape(text) or "(empty)"}</td>' for label, text in texts)
-    return f"<tr>{cells}<td>{mark}</td></tr>"
-
-
-def _table(rows: str, label: str = "After") -> str:
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("Question", "Before", label))
-    return (
-        f'<table class="fp-table"><thead><tr>{head}<th scope="col"><span class="fp-hidden">Result</span></th>'
-        f"</tr></thead><tbody>{rows}</tbody></table>"
-    )
+    answers = [(one.question, one.before[0].text, one.after[0].text) for one in found.paraphrases]
+    good = [same(after, found.edit.a) for _, _, after in answers]
+    title = f"Other wordings: {sum(good)} of {len(good)} get the new answer"
+    rows = [(*texts, NEW if new else OLD) for texts, new in zip(answers, good, strict=True)]
+    return f'<div class="fp-card"><h3>{title}</h3>{_table(rows, "After")}</div>'
 
 
 def _controls(controls: Sequence[Control]) -> str:
     """Shows the sample of other questions: changed answers first, then the rest in a folded list."""
-    flipped = [one for one in controls if one.flipped]
-    lost = [one for one in flipped if one.in_scope]
-    title = f"Other questions: {len(controls) - len(lost)} of {len(controls)} keep their answers"
-    alone = (
-        f"The patch by itself would change {len(flipped)}, but it is used only for questions about this fact."
-        if flipped
-        else "The patch would change none of them even if it were used for every question."
+    flipped = sorted((one for one in controls if one.flipped), key=lambda one: not one.in_scope)
+    kept = [one for one in controls if not one.flipped]
+    lost = sum(one.in_scope for one in flipped)
+    title = f"Other questions: {len(controls) - lost} of {len(controls)} keep their answers"
+    if flipped:
+        text = f"The patch by itself would change {len(flipped)}, but it is used only for questions about this fact."
+        rows = [(one.question, one.before, one.after, LOST if one.in_scope else KEPT) for one in flipped]
+        table, rest = _table(rows, "Patch alone"), f"the other {len(kept)}"
+    else:
+        text = "The patch would change none of them even if it were used for every question."
+        table, rest = "", f"all {len(kept)}"
+    unchanged = "".join(f"<li>{escape(one.question)} <b>{_text(one.before)}</b></li>" for one in kept)
+    return (
+        f'<div class="fp-card"><h3>{title}</h3><p>{text}</p>{table}'
+        f'<details><summary>Show {rest}</summary><ul class="fp-kept">{unchanged}</ul></details></div>'
     )
-    rows = "".join(
-        _cells(
-            one.question,
-            one.before,
-            one.after,
-            '<span class="fp-no">✗ flips</span>' if one.in_scope else '<span class="fp-aside">kept here</span>',
-            ALONE,
-        )
-        for one in sorted(flipped, key=lambda one: not one.in_scope)
-    )
-    kept = "".join(
-        f"<li>{escape(one.question)} <b>{escape(one.before)}</b></li>" for one in controls if not one.flipped
+
+
+def _table(rows: Sequence[tuple[str, str, str, str]], after: str) -> str:
+    """Shows questions with their answers before and after, each with a mark. `after` is the heading of the latter."""
+    names = ("Question", "Before", after)
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    body = "".join(
+        "<tr>"
+        + "".join(f'<td data-label="{name}">{_text(text)}</td>' for name, text in zip(names, texts, strict=True))
+        + f"<td>{mark}</td></tr>"
+        for *texts, mark in rows
     )
     return (
-        f'<div class="fp-card"><h3>{title}</h3><p>{alone}</p>{_table(rows, ALONE) if rows else ""}'
-        f"<details><summary>Show the {len(controls) - len(flipped)} that stay in any case</summary>"
-        f'<ul class="fp-kept">{kept}</ul></details></div>'
+        f'<table class="fp-table"><thead><tr>{head}<th scope="col"><span class="fp-hidden">Result</span></th>'
+        f"</tr></thead><tbody>{body}</tbody></table>"
     )
 
 
@@ -170,9 +164,7 @@ def _short(name: str) -> str:
 def facts(found: Sequence[Fact], search: str) -> str:
     """Shows the accepted facts with a button to remove each, and download links."""
     if not found:
-        return message(
-            "No accepted fact contains these words." if search.strip() else "No facts have been accepted yet."
-        )
+        return message("No accepted fact contains these words." if search.strip() else "There are no accepted facts.")
     rows = "".join(_fact(fact) for fact in found[:SHOWN_FACTS])
     count = f"{len(found)} fact{'s' * (len(found) != 1)}"
     more = f", the newest {SHOWN_FACTS} shown; search to find others" if len(found) > SHOWN_FACTS else ""

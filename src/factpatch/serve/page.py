@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
+import json
+from collections.abc import Awaitable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,9 @@ from gradio.themes import Base
 
 from factpatch.errors import FactpatchError, FileError
 from factpatch.serve import html
-from factpatch.serve.api import result_of
 from factpatch.serve.limits import ANSWER_CHARS, NOTE_CHARS, PARAPHRASES, QUESTION_CHARS
 from factpatch.serve.proposals import UnknownError
+from factpatch.serve.questions import Example
 from factpatch.serve.service import Service
 
 CSS = Path(__file__).with_name("page.css")
@@ -27,6 +27,8 @@ REMOVE = """element.addEventListener('click', event => {
   const button = event.target.closest('[data-fact]');
   if (button) trigger('click', {fact: button.dataset.fact});
 });"""
+TO_COMPARISON = "() => document.getElementById('compare').scrollIntoView()"
+WAITING = json.dumps(html.message("Trying the correction on this question and others …"))
 HEADER = """<header class="fp-header"><h1>factpatch</h1>
 <p>Ask the model, correct a wrong answer, and see what else would change before you accept it.
 <a href="/docs">API</a></p></header>"""
@@ -47,6 +49,10 @@ def mount_page(app: FastAPI, service: Service) -> FastAPI:
         radius_size="lg",
         font=["system-ui", "sans-serif"],
         font_mono=["ui-monospace", "monospace"],
+    ).set(  # one shade darker than gradio's own, for contrast
+        color_accent="*primary_600",
+        button_primary_background_fill="*primary_600",
+        button_primary_background_fill_hover="*primary_700",
     )
     return gr.mount_gradio_app(
         app,
@@ -77,14 +83,14 @@ def _build(service: Service) -> gr.Blocks:
     return page
 
 
-async def _result(start: Callable[[], Future[Result]]) -> Result | str:
+async def _result(request: Awaitable[Result]) -> Result | str:
     """Returns the result of a request to the service, or the error as HTML to show in its place."""
     try:
-        return await result_of(start())
+        return await request
     except FileError:
         return html.message("The ledger cannot be used at the moment; try again later.", "error")
     except FactpatchError as error:
-        text = str(error)
+        text = str(error).rstrip(".")
         return html.message(f"{text[:1].upper()}{text[1:]}.", "error")
 
 
@@ -103,17 +109,18 @@ class CorrectTab:
         self._compare_section()
 
     def _ask_section(self) -> None:
-        gr.HTML(html.section("1", "Ask", "Type a question to see the model's five best answers."))
-        hint = self.service.questions.examples[0].question if self.service.questions.examples else ""
+        known = self.service.questions
+        gr.HTML(html.section("1", "Ask", known.about or "Type a question to see the model's five best answers."))
+        hint = "Type a question, or choose one below" if known.examples else "Type a question"
         self.question = gr.Textbox(label="Question", placeholder=hint, max_length=QUESTION_CHARS)
         with gr.Row(elem_classes="fp-examples"):
-            self.examples = [(gr.Button(one.question, size="sm"), one) for one in self.service.questions.examples]
+            self.examples = [(gr.Button(one.question, size="sm"), one) for one in known.examples]
         self.with_facts = gr.Checkbox(True, label="Use the accepted facts", container=False)
         self.ask = gr.Button("Ask", variant="primary")
         self.answers = gr.HTML(elem_id="answers")
 
     def _correct_section(self) -> None:
-        gr.HTML(html.section("2", "Correct", "Type the answer it should give; nothing changes until you accept."))
+        gr.HTML(html.section("2", "Correct", "Type the right answer. Nothing changes until you accept it."))
         self.target = gr.Textbox(label="Correct answer", max_length=ANSWER_CHARS)
         self.wordings = gr.Textbox(
             label="Other wordings of the question, one per line (optional)",
@@ -124,9 +131,9 @@ class CorrectTab:
         self.try_it = gr.Button("Try the correction", variant="primary")
 
     def _compare_section(self) -> None:
-        text = "See the answers before and after the correction, then accept or discard it."
-        gr.HTML(html.section("3", "Compare", text))
-        self.result = gr.HTML(html.message("Try a correction to see it here."), elem_id="result")
+        text = "Try a correction to see the answers before and after it. Then accept or discard it."
+        gr.HTML(html.section("3", "Compare", text), elem_id="compare")
+        self.result = gr.HTML(elem_id="result")
         with gr.Row(visible=False, elem_classes=["fp-decide", "fp-bar"]) as self.decide:
             remark = "Source or remark (optional)"
             self.note = gr.Textbox(
@@ -143,40 +150,50 @@ class CorrectTab:
 
     def connect(self) -> None:
         """Connects the buttons and the Enter key to their handlers."""
-        asked, answered = [self.question, self.with_facts], [self.answers, self.wordings]
-        gr.on([self.ask.click, self.question.submit, self.with_facts.input], self.on_ask, asked, answered, **SHOWN)
+        asked = [self.question, self.with_facts]
+        pressed = gr.on([self.ask.click, self.question.submit], self.suggest, self.question, self.wordings, **QUIET)
+        pressed.then(self.on_ask, asked, self.answers, **SHOWN)
+        self.with_facts.input(self.on_ask, asked, self.answers, **SHOWN)
         correction, shown = [self.question, self.target, self.wordings], [self.result, self.proposal_id, self.decide]
-        gr.on([self.try_it.click, self.target.submit], self.on_try, correction, shown, **SHOWN)
+        tried = gr.on([self.try_it.click, self.target.submit], None, None, self.result, js=f"() => {WAITING}", **QUIET)
+        tried.then(None, js=TO_COMPARISON, **QUIET)
+        tried.then(self.on_try, correction, shown, **QUIET).then(None, js=TO_COMPARISON, **QUIET)
         given = [self.proposal_id, self.note, self.accepted]
         decided = self.accept.click(self.on_accept, given, [*shown, self.accepted, self.note], **SHOWN)
-        decided.then(self.on_ask, asked, answered, **QUIET)
+        decided.then(self.on_ask, asked, self.answers, **QUIET)
         self.discard.click(self.on_discard, [self.proposal_id], shown, **SHOWN)
         for button, one in self.examples:
-            fill = partial(lambda example: (example.question, example.target), one)
-            button.click(fill, None, [self.question, self.target], **QUIET).then(self.on_ask, asked, answered, **SHOWN)
+            filled = button.click(partial(self.fill_in, one), None, correction, **QUIET)
+            filled.then(self.on_ask, asked, self.answers, **SHOWN)
 
-    async def on_ask(self, text: str, with_facts: bool) -> tuple[str, str]:
+    def fill_in(self, example: Example) -> tuple[str, str, str]:
+        return example.question, example.target, self.suggest(example.question)
+
+    def suggest(self, question: str) -> str:
+        """Returns other wordings of a question, one per line."""
+        return "\n".join(self.service.questions.other_wordings(question)[:SUGGESTED_WORDINGS])
+
+    async def on_ask(self, text: str, with_facts: bool) -> str:
         if not text.strip():
-            return html.message("Type a question first.", "error"), ""
-        found = await _result(lambda: self.service.ask(text[:QUESTION_CHARS], with_facts))
-        suggested = "\n".join(self.service.questions.other_wordings(text)[:SUGGESTED_WORDINGS])
-        return found if isinstance(found, str) else html.answered(found), suggested
+            return html.message("Type a question first.", "error")
+        found = await _result(self.service.ask(text[:QUESTION_CHARS], with_facts))
+        return found if isinstance(found, str) else html.answered(found)
 
     async def on_try(self, text: str, target: str, wordings: str) -> tuple[str, str, Any]:
         if not text.strip() or not target.strip():
             return html.message("Type a question and its correct answer first.", "error"), "", gr.Row(visible=False)
         others = [line[:QUESTION_CHARS] for line in wordings.splitlines() if line.strip()][:PARAPHRASES]
-        found = await _result(lambda: self.service.propose(text[:QUESTION_CHARS], target[:ANSWER_CHARS], others))
+        found = await _result(self.service.propose(text[:QUESTION_CHARS], target[:ANSWER_CHARS], others))
         if isinstance(found, str):
             return found, "", gr.Row(visible=False)
         return html.proposal(found), found.id, gr.Row(visible=found.success)
 
     async def on_accept(self, proposal_id: str, note: str, accepted: int) -> tuple[str, str, Any, int, str]:
-        found = await _result(lambda: self.service.accept(proposal_id, note[:NOTE_CHARS]))
+        found = await _result(self.service.accept(proposal_id, note[:NOTE_CHARS]))
         if not isinstance(found, str):
             accepted += 1
-            text = f"Accepted as fact {found.id}. Everybody who asks now gets “{found.target}”."
-            found = html.message(text, "success")
+            text = f"Everybody who asks now gets “{found.target}”. To undo this, remove it from the accepted facts."
+            found = html.message(f"Accepted as fact {found.id}. {text}", "success")
         return found, "", gr.Row(visible=False), accepted, ""
 
     async def on_discard(self, proposal_id: str) -> tuple[str, str, Any]:
@@ -193,7 +210,7 @@ class FactsTab:
         text = "They answer everybody's questions; removing one brings the model's old answer back."
         gr.HTML(html.section("", "Accepted facts", text))
         with gr.Row(elem_classes="fp-decide"):
-            self.search = gr.Textbox("", label="Search", placeholder="Words of a question or an answer", scale=3)
+            self.search = gr.Textbox("", label="Search", placeholder="Question or answer", scale=3)
             self.verify = gr.Button("Verify all", min_width=120)
         self.report = gr.HTML(elem_id="report")
         self.facts = gr.HTML(elem_id="facts", js_on_load=REMOVE)
@@ -205,15 +222,15 @@ class FactsTab:
         self.verify.click(self.on_verify, None, [self.report], **SHOWN)
 
     async def on_search(self, words: str) -> str:
-        found = await _result(lambda: self.service.facts(words))
+        found = await _result(self.service.facts(words))
         return found if isinstance(found, str) else html.facts(found, words)
 
     async def on_remove(self, words: str, event: gr.EventData) -> tuple[str, str]:
-        removed = await _result(lambda: self.service.remove(int(event.fact)))
+        removed = await _result(self.service.remove(int(event.fact)))
         if not isinstance(removed, str):
             removed = html.message(f"Removed fact {removed.id}: the model says “{removed.before}” again.", "success")
         return removed, await self.on_search(words)
 
     async def on_verify(self) -> str:
-        found = await _result(self.service.verify)
+        found = await _result(self.service.verify())
         return found if isinstance(found, str) else html.check(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -55,12 +56,6 @@ class WeightChange:
     size: float
 
 
-def weight_changes(patch: Patch) -> list[WeightChange]:
-    """Returns how much a patch changes each weight."""
-    entries = {name: delta.shape[0] * delta.shape[1] for name, delta in patch.deltas.items()}
-    return [WeightChange(name, float(delta.norm()) / entries[name] ** 0.5) for name, delta in patch.deltas.items()]
-
-
 @dataclass(frozen=True)
 class Proposal:
     """A correction with its patch and everything that was measured about it."""
@@ -74,7 +69,8 @@ class Proposal:
 
     @property
     def weights(self) -> list[WeightChange]:
-        return weight_changes(self.patch)
+        deltas = self.patch.deltas.items()
+        return [WeightChange(name, float(delta.norm()) / math.prod(delta.shape) ** 0.5) for name, delta in deltas]
 
     @property
     def success(self) -> bool:
@@ -88,7 +84,7 @@ class Proposals:
         self._limits, self._clock = limits, clock
         self._open: OrderedDict[str, tuple[float, Proposal]] = OrderedDict()  # id -> (expiry, proposal), oldest first
         self._bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -107,10 +103,10 @@ class Proposals:
             return self._open[proposal_id][1]
 
     def discard(self, proposal_id: str) -> Proposal:
-        found = self.get(proposal_id)
         with self._lock:
+            found = self.get(proposal_id)
             self._drop(proposal_id)
-        return found
+            return found
 
     def _drop_old(self) -> None:
         now, limits = self._clock(), self._limits
@@ -121,5 +117,5 @@ class Proposals:
             self._drop(name)
 
     def _drop(self, proposal_id: str) -> None:
-        if (found := self._open.pop(proposal_id, None)) is not None:
-            self._bytes -= found[1].patch.nbytes
+        _, dropped = self._open.pop(proposal_id)
+        self._bytes -= dropped.patch.nbytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from factpatch import demo, world
@@ -31,11 +32,12 @@ class Questions:
     groups: Sequence[Sequence[str]]
     controls: Sequence[str]
     examples: Sequence[Example] = ()
-    _known: dict[str, tuple[str, int]] = field(init=False, repr=False)
+    about: str = ""  # what the model knows, for people who see it for the first time
 
-    def __post_init__(self) -> None:
-        found = {normalize(text): (text, n) for n, texts in enumerate(self.groups) for text in texts}
-        object.__setattr__(self, "_known", found)
+    @cached_property
+    def _known(self) -> dict[str, tuple[str, int]]:
+        """The spelling and the group's number of each question, by its normalised form."""
+        return {normalize(text): (text, n) for n, texts in enumerate(self.groups) for text in texts}
 
     def spell(self, question: str) -> str:
         """Returns a known question in its recorded spelling, any other as typed, without spaces around it."""
@@ -60,9 +62,9 @@ def world_questions(seed: int = 0) -> Questions:
     groups = [[*fact.questions, *fact.held_out] for fact in facts]
     controls = [demo.question_of(fact) for fact in random.Random(seed).sample(facts, CONTROLS)]
     changes = {change.fact.id: change for change in world.changes()}
-    shown = [changes[name] for name in EXAMPLES if name in changes]
-    examples = [Example(change.fact.questions[0], change.answer) for change in shown]
-    return Questions(groups, controls, examples)
+    examples = [Example(changes[name].fact.questions[0], changes[name].answer) for name in EXAMPLES]
+    about = f"This small model knows {len(facts):,} facts about the world of 2018."
+    return Questions(groups, controls, examples, about)
 
 
 def read_questions(path: str | Path, seed: int = 0) -> Questions:

@@ -32,26 +32,33 @@ def reference_page(description: dict[str, Any]) -> str:
 
 def _operation(path: str, method: str, operation: dict[str, Any], schemas: dict[str, Any]) -> str:
     rows = [(one["name"], one["schema"], one.get("description", "")) for one in operation.get("parameters", [])]
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
-    if body is not None:
-        rows += _fields(body, schemas)
-    answer = operation["responses"]["200"].get("content", {}).get("application/json", {}).get("schema")
+    body = _schema(operation.get("requestBody", {}), schemas)
+    answer = _schema(operation["responses"]["200"], schemas)
     parts = [
         f'<section><h2><b class="method">{method.upper()}</b> <code>{escape(path)}</code></h2>',
         f"<p>{escape(operation.get('description', ''))}</p>",
-        _table("Takes", rows, schemas),
-        _table("Returns", _fields(answer, schemas), schemas) if answer else "<p>Returns a file.</p>",
-        f"<pre>{escape(_example(path, method, body, schemas))}</pre></section>",
+        _table("Takes", rows + _fields(body)),
+        _table("Returns", _fields(answer)) if answer else "<p>Returns a file.</p>",
+        f"<pre>{escape(_example(path, method, body))}</pre></section>",
     ]
     return "\n".join(parts)
 
 
-def _fields(schema: dict[str, Any], schemas: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
-    found = schemas[schema["$ref"].rsplit("/", 1)[-1]] if "$ref" in schema else schema
-    return [(name, field, field.get("description", "")) for name, field in found.get("properties", {}).items()]
+def _schema(part: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of the JSON object in a request or a response. It is empty if there is none."""
+    found = part.get("content", {}).get("application/json", {}).get("schema")
+    return schemas[_name(found)] if found else {}
 
 
-def _table(title: str, rows: list[tuple[str, dict[str, Any], str]], schemas: dict[str, Any]) -> str:
+def _name(reference: dict[str, str]) -> str:
+    return reference["$ref"].rsplit("/", 1)[-1]
+
+
+def _fields(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
+    return [(name, field, field.get("description", "")) for name, field in schema.get("properties", {}).items()]
+
+
+def _table(title: str, rows: list[tuple[str, dict[str, Any], str]]) -> str:
     if not rows:
         return ""
     cells = (
@@ -65,7 +72,7 @@ def _kind(field: dict[str, Any]) -> str:
     if "anyOf" in field:
         return " or ".join(map(_kind, field["anyOf"]))
     if "$ref" in field:
-        return field["$ref"].rsplit("/", 1)[-1]
+        return _name(field)
     if field.get("type") == "array":
         return f"list of {_kind(field['items'])}"
     limit = f", at most {field['maxLength']} characters" if "maxLength" in field else ""
@@ -73,12 +80,11 @@ def _kind(field: dict[str, Any]) -> str:
     return f"{field.get('type', 'any')}{limit}{default}"
 
 
-def _example(path: str, method: str, body: dict[str, Any] | None, schemas: dict[str, Any]) -> str:
+def _example(path: str, method: str, body: dict[str, Any]) -> str:
     """Returns a curl command that sends the required fields."""
     command = f"curl -X {method.upper()} http://127.0.0.1:7860{path.replace('{fact}', '1')}"
-    if body is None:
+    if not body:
         return command
-    found = schemas[body["$ref"].rsplit("/", 1)[-1]]
     values = {"question": "Who is the Pope?", "target": "Leo XIV", "id": "PROPOSAL"}
-    sent = {name: values[name] for name in found.get("required", []) if name in values}
+    sent = {name: values[name] for name in body["required"]}
     return f"{command} -H 'Content-Type: application/json' -d '{json.dumps(sent)}'"

@@ -16,18 +16,15 @@ TOKEN_CHARS = 16  # the shortest token that is accepted
 
 def require_web() -> None:
     """Raises a ModelError if the packages of the extra `web` are missing."""
+    # Keep gradio, which reads these settings when it is imported, from sending anything to other machines.
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     try:
         import fastapi  # noqa: F401
         import gradio  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ModelError(f"the service needs {error.name}; install it with pip install 'factpatch[web]'") from error
-
-
-def quiet_gradio() -> None:
-    """Keeps gradio from sending anything to other machines. It reads these settings when it is imported."""
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 
 def check_exposure(host: str, token: str | None) -> None:
@@ -45,9 +42,9 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def create_app(service: Service, token: str | None = None):
+def create_app(service: Service, token: str | None):
     """Creates the complete ASGI application."""
-    quiet_gradio()
+    require_web()
     from factpatch.serve.api import create_api
     from factpatch.serve.guard import Guard
     from factpatch.serve.page import mount_page
@@ -56,9 +53,7 @@ def create_app(service: Service, token: str | None = None):
     return Guard(mount_page(create_api(service), service), rate, token)
 
 
-def listen(
-    service: Service, host: str, port: int, token: str | None, on_ready: Callable[[str], object] = lambda url: None
-) -> None:
+def listen(service: Service, host: str, port: int, token: str | None, on_ready: Callable[[str], object]) -> None:
     """Serves until it is interrupted. Calls `on_ready` with the address of the page; port 0 means any free port."""
     import uvicorn
 
@@ -73,6 +68,7 @@ def listen(
             listener.bind((host, port))
         except OSError as error:
             raise InputError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        listener.listen()  # before the page is opened in a browser, which then waits for the server to start
         app = create_app(service, token)
         shown = f"[{host}]" if ":" in host else host
         on_ready(f"http://{shown}:{listener.getsockname()[1]}")

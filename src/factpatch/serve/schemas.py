@@ -31,13 +31,12 @@ class ProposeRequest(_Request):
     paraphrases: list[Question] = Field([], max_length=PARAPHRASES, description="Other wordings of the question.")
 
 
-class AcceptRequest(_Request):
-    id: str = Field(max_length=100, description="The id of the proposal.")
-    note: str = Field("", max_length=NOTE_CHARS, description="A remark to keep with the fact, such as its source.")
-
-
 class DiscardRequest(_Request):
     id: str = Field(max_length=100, description="The id of the proposal.")
+
+
+class AcceptRequest(DiscardRequest):
+    note: str = Field("", max_length=NOTE_CHARS, description="A remark to keep with the fact, such as its source.")
 
 
 class Answer(_Response):

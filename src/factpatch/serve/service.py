@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from asyncio import wrap_future
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from factpatch.editors import EditMethod, Looped, TrainableEditor
 from factpatch.errors import FactpatchError, InputError
@@ -23,9 +25,12 @@ from factpatch.serve.limits import Limits
 from factpatch.serve.proposals import Proposal, Proposals, UnknownError
 from factpatch.serve.questions import Questions
 from factpatch.serve.trials import Correction, Trials
-from factpatch.serve.worker import Handler, Worker, chained
+from factpatch.serve.worker import Handler, Worker
 
 ASKS_PER_BATCH, PATCHES_PER_BATCH = 64, 8
+Given = ParamSpec("Given")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,20 @@ class Check:
     controls_unchanged: int
 
 
+def on_worker(
+    method: Callable[Concatenate[Service, Given], Result],
+) -> Callable[Concatenate[Service, Given], Coroutine[Any, Any, Result]]:
+    """Turns a method of the service into a coroutine that waits while the worker's thread runs the method."""
+
+    @wraps(method)
+    async def run(self: Service, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        return await wrap_future(self._worker.call(lambda: method(self, *args, **kwargs)))
+
+    return run
+
+
 class Service:
-    """Answers, proposes and records facts. Each method returns a future that the worker's thread fulfils."""
+    """Answers, proposes and records facts. The worker's thread does all the work; each coroutine waits for it."""
 
     def __init__(
         self,
@@ -56,7 +73,6 @@ class Service:
         self._worker = Worker(self.limits.queue)
         self._asks = Handler(self._answer_all, ASKS_PER_BATCH, urgent=True)
         self._corrections = Handler(self._patch_all, PATCHES_PER_BATCH)
-        self._tries = Handler(self._try_all, batch_size=1)
         try:
             self._worker.call(lambda: self._open(ledger, scope)).result()
         except BaseException:
@@ -70,47 +86,40 @@ class Service:
         self._trials = Trials(self.model, scope, self.questions, self._answering)
 
     def close(self) -> None:
-        self._worker.close(lambda: self._ledger.close())
+        self._worker.close(self._ledger.close)
 
     # Asking
 
-    def ask(self, question: str, with_facts: bool = True) -> Future[Answered]:
-        return self._worker.submit(self._asks, Ask(self.questions.spell(question), with_facts))
+    async def ask(self, question: str, with_facts: bool = True) -> Answered:
+        return await wrap_future(self._worker.submit(self._asks, Ask(self.questions.spell(question), with_facts)))
 
     def _answer_all(self, asks: list[Ask]) -> list[Answered | FactpatchError]:
-        readable = self.model.encode_readable([ask.question for ask in asks])
-        answered = iter(self._answering.answer([ask for ask in asks if ask.question in readable]))
-        return [next(answered) if ask.question in readable else self._problem(ask.question) for ask in asks]
+        return apply_to_valid(self._answering.answer, [self._unreadable(ask.question) or ask for ask in asks])
 
-    def _problem(self, question: str) -> FactpatchError:
+    def _unreadable(self, *texts: str) -> FactpatchError | None:
+        """Returns the error if the model cannot read one of the texts."""
         try:
-            self.model.check_input(question)
+            for text in texts:
+                self.model.check_input(text)
         except FactpatchError as error:
             return error
-        raise AssertionError("a readable question was refused")
+        return None
 
     # Proposing
 
-    def propose(self, question: str, target: str, paraphrases: Sequence[str] = ()) -> Future[Proposal]:
+    async def propose(self, question: str, target: str, paraphrases: Sequence[str] = ()) -> Proposal:
         spelled = self.questions.spell(question)
         others = {normalize(text): self.questions.spell(text) for text in paraphrases if text.strip()}
         others.pop(normalize(spelled), None)
         correction = Correction(spelled, target.strip(), tuple(others.values()))
-        made = self._worker.submit(self._corrections, correction)
+        patch = await wrap_future(self._worker.submit(self._corrections, correction))
         # Trying a patch is slow, so it is queued separately: questions can be answered in between.
-        return chained(made, lambda patch: self._worker.submit(self._tries, (correction, patch)))
+        return await self._try(correction, patch)
 
     def _patch_all(self, corrections: list[Correction]) -> list[Patch | FactpatchError]:
         """Makes the patches of all corrections in one batch."""
-        refused = [self._refusal(correction) for correction in corrections]
-        wanted = [
-            FactEdit(one.question, one.target) for one, no in zip(corrections, refused, strict=True) if no is None
-        ]
-        resolved = iter(self.model.resolve_each(wanted))
-        checked = [no or next(resolved) for no in refused]
-        edits = [edit for edit in checked if isinstance(edit, FactEdit)]
-        patches = iter(self.editor.propose(self.model, edits) if edits else [])
-        return [next(patches) if isinstance(edit, FactEdit) else edit for edit in checked]
+        edits = [self._refusal(one) or FactEdit(one.question, one.target) for one in corrections]
+        return apply_to_valid(partial(self.editor.propose, self.model), apply_to_valid(self.model.resolve_each, edits))
 
     def _refusal(self, correction: Correction) -> FactpatchError | None:
         active = next((fact for fact in self._ledger.facts() if same(fact.x, correction.question)), None)
@@ -118,52 +127,42 @@ class Service:
             return InputError(f"this fact was already accepted as fact {active.id}; nothing to do")
         if active is not None and same(active.before, correction.target):
             return InputError(f"this is already the unedited model's answer; remove fact {active.id} to get it back")
-        try:
-            for text in correction.paraphrases:
-                self.model.check_input(text)
-        except FactpatchError as error:
-            return error
-        return None
+        return self._unreadable(*correction.paraphrases)
 
-    def _try_all(self, tries: list[tuple[Correction, Patch]]) -> list[Proposal]:
-        tried = [self._trials.run(correction, patch) for correction, patch in tries]
-        for proposal in tried:
-            self.proposals.put(proposal)
-        return tried
+    @on_worker
+    def _try(self, correction: Correction, patch: Patch) -> Proposal:
+        proposal = self._trials.run(correction, patch)
+        self.proposals.put(proposal)
+        return proposal
 
-    def accept(self, proposal_id: str, note: str = "") -> Future[Fact]:
-        return self._worker.call(lambda: self._accept(proposal_id, note))
-
-    def _accept(self, proposal_id: str, note: str) -> Fact:
+    @on_worker
+    def accept(self, proposal_id: str, note: str = "") -> Fact:
         proposal = self.proposals.get(proposal_id)
         if not proposal.success:
             raise InputError("this correction does not work, so it cannot be accepted; try another wording or answer")
         paraphrases = {proposal.edit.x: [one.question for one in proposal.paraphrases]}
         (fact,) = self._ledger.add(_Precomputed(proposal.patch), [proposal.edit], paraphrases, note)
-        self.proposals.discard(proposal_id)
+        with suppress(UnknownError):  # it has expired or been discarded meanwhile, but the fact is recorded
+            self.proposals.discard(proposal_id)
         return fact
 
     # The ledger
 
-    def facts(self, search: str = "", active_only: bool = True) -> Future[list[Fact]]:
+    @on_worker
+    def facts(self, search: str = "", active_only: bool = True) -> list[Fact]:
         """Returns the recorded facts that contain all words of the search, newest first."""
+        facts = self._ledger.facts("active" if active_only else None)
+        return [fact for fact in reversed(facts) if _contains(fact, search)]
 
-        def found() -> list[Fact]:
-            facts = self._ledger.facts("active" if active_only else None)
-            return [fact for fact in reversed(facts) if _contains(fact, search)]
+    @on_worker
+    def history(self, fact_id: int) -> tuple[Fact, list[Event]]:
+        return self._fact(fact_id), self._ledger.history(fact_id)
 
-        return self._worker.call(found)
-
-    def history(self, fact_id: int) -> Future[tuple[Fact, list[Event]]]:
-        return self._worker.call(lambda: (self._fact(fact_id), self._ledger.history(fact_id)))
-
-    def remove(self, fact_id: int) -> Future[Fact]:
-        def removed() -> Fact:
-            self._fact(fact_id)
-            self._ledger.remove(fact_id)
-            return self._fact(fact_id)
-
-        return self._worker.call(removed)
+    @on_worker
+    def remove(self, fact_id: int) -> Fact:
+        self._fact(fact_id)  # a fact that does not exist is an UnknownError
+        self._ledger.remove(fact_id)
+        return self._fact(fact_id)
 
     def _fact(self, fact_id: int) -> Fact:
         for fact in self._ledger.facts(None):
@@ -171,10 +170,8 @@ class Service:
                 return fact
         raise UnknownError(f"there is no fact {fact_id}; list the facts to see their numbers")
 
-    def verify(self) -> Future[Check]:
-        return self._worker.call(self._verify)
-
-    def _verify(self) -> Check:
+    @on_worker
+    def verify(self) -> Check:
         """Asks every wording of every accepted fact, and the control questions that are not about one of them."""
         facts = self._ledger.facts()
         texts = {text: fact for fact in facts for text in (fact.x, *fact.paraphrases)}
@@ -189,28 +186,30 @@ class Service:
 
     # Downloads
 
-    def merged_patch(self) -> Future[bytes]:
+    @on_worker
+    def merged_patch(self) -> bytes:
         """Returns all accepted facts in one patch file."""
-        return self._worker.call(lambda: patch_file(self._merged()))
+        return patch_file(self._merged())
 
-    def merged_adapter(self, rank: int | None = None) -> Future[bytes]:
+    @on_worker
+    def merged_adapter(self, rank: int | None = None) -> bytes:
         """Returns all accepted facts as one zipped PEFT adapter."""
         check_rank(rank)
-        return self._worker.call(lambda: adapter_file(self._merged(), self.model, rank))
+        return adapter_file(self._merged(), self.model, rank)
 
-    def fact_patch(self, fact_id: int) -> Future[bytes]:
-        def packed() -> bytes:
-            if (fact := self._fact(fact_id)).status != "active":
-                raise UnknownError(f"fact {fact_id} is not active, so it has no patch; choose an active fact")
-            return patch_file(self._ledger.patch_of(fact))
+    @on_worker
+    def fact_patch(self, fact_id: int) -> bytes:
+        if (fact := self._fact(fact_id)).status != "active":
+            raise UnknownError(f"fact {fact_id} is not active, so it has no patch; choose an active fact")
+        return patch_file(self._ledger.patch_of(fact))
 
-        return self._worker.call(packed)
+    @on_worker
+    def proposal_patch(self, proposal_id: str) -> bytes:
+        return patch_file(self.proposals.get(proposal_id).patch)
 
-    def proposal_patch(self, proposal_id: str) -> Future[bytes]:
-        return self._worker.call(lambda: patch_file(self.proposals.get(proposal_id).patch))
-
-    def ledger_file(self) -> Future[bytes]:
-        return self._worker.call(lambda: ledger_file(self._ledger))
+    @on_worker
+    def ledger_file(self) -> bytes:
+        return ledger_file(self._ledger)
 
     def _merged(self) -> Patch:
         if not self._ledger.facts():
@@ -241,3 +240,12 @@ class _Precomputed(EditMethod):
 def _contains(fact: Fact, search: str) -> bool:
     text = f"{fact.x} {fact.before} {fact.target} {fact.note} {' '.join(fact.paraphrases)}".casefold()
     return all(word in text for word in search.casefold().split())
+
+
+def apply_to_valid(
+    function: Callable[[list[Item]], Sequence[Result]], items: Sequence[Item | FactpatchError]
+) -> list[Result | FactpatchError]:
+    """Applies a function to a batch of those items that are not errors. Errors stay in their places."""
+    valid = [item for item in items if not isinstance(item, FactpatchError)]
+    results = iter(function(valid) if valid else [])
+    return [item if isinstance(item, FactpatchError) else next(results) for item in items]

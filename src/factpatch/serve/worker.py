@@ -93,27 +93,6 @@ class Worker:
                 return arrived
 
 
-def chained(first: Future[Request], then: Callable[[Request], Future[Result]]) -> Future[Result]:
-    """Returns a future for a second request, which is queued when the first is done."""
-    last: Future[Result] = Future()
-
-    def copy(done: Future[Result]) -> None:
-        if last.set_running_or_notify_cancel():
-            error = done.exception()
-            last.set_result(done.result()) if error is None else last.set_exception(error)
-
-    def go_on(done: Future[Request]) -> None:
-        if last.cancelled():
-            return
-        try:
-            then(done.result()).add_done_callback(copy)
-        except BaseException as error:  # the first request failed, or the queue is full
-            last.set_exception(error)
-
-    first.add_done_callback(go_on)
-    return last
-
-
 def _run(handler: Handler[Any, Any], group: list[_Job]) -> None:
     if not group:
         return
