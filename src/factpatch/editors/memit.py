@@ -120,7 +120,7 @@ class Memit(EditMethod):
                 with torch.enable_grad():
                     loss = model.losses(located.rows).view(edits, -1).mean(1)  # over contexts
                     loss = loss + self.decay * (change.norm(dim=-1, keepdim=True) / norms**2).squeeze(1)
-                (change.grad,) = torch.autograd.grad(loss.sum(), change)
+                    (change.grad,) = torch.autograd.grad(loss.sum(), change)
                 optimizer.step()
                 with torch.no_grad():
                     change *= (self.clamp * norms / change.norm(dim=-1, keepdim=True)).clamp(max=1)
