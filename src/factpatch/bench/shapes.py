@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -53,8 +54,8 @@ def _marian() -> TaskModel:
     return Seq2Seq(MarianMTModel(MarianConfig(d_model=512, max_position_embeddings=512, **ids, **sizes)), _tokenizer())
 
 
-def _decoder(model_class: type[LlamaForCausalLM | Qwen2ForCausalLM], *sizes: int, tied: bool = True) -> TaskModel:
-    """Makes a decoder of the given DECODER_SIZES."""
+def _decoder(model_class: Any, *sizes: int, tied: bool = True) -> TaskModel:
+    """Makes a decoder of one of transformers' classes with the given DECODER_SIZES."""
     options = {"max_position_embeddings": 8192, "tie_word_embeddings": tied}
     config = model_class.config_class(**dict(zip(DECODER_SIZES, sizes, strict=True)), **options)
     return Causal(model_class(config), _tokenizer())
