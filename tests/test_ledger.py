@@ -40,10 +40,7 @@ class Guess(EditMethod):
     """Tries random patches until one succeeds; the same for an edit every time."""
 
     tries: int = 60
-
-    @property
-    def name(self) -> str:
-        return "guess"
+    name = "guess"
 
     def edits_per_batch(self, model: TaskModel) -> int:
         return 1

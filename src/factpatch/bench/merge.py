@@ -18,7 +18,7 @@ from factpatch.merging import Mode, merge
 from factpatch.models import Classifier, TaskModel
 from factpatch.patch import Patch, weight_shape
 
-DIFFERENT = 8  # sets of random factors; the patches share them, so that they do not fill the memory
+DIFFERENT = 8  # sets of random factors, which the patches share so that they do not fill the memory
 OTHERS = 256  # number of texts that the covariance is computed from
 
 
@@ -30,22 +30,22 @@ def bench_merge(model: TaskModel, facts: int, tokens: int, mode: Mode) -> dict[s
     others = texts[facts:]
     answers = {text: _text(rng, ANSWER_TOKENS) for text in others}
     covariance = Covariance.compute(model, others, answers)
-    measured = time.perf_counter()
+    covariance_seconds = time.perf_counter() - start
     factors = [_random_factors(model, tokens + 1) for _ in range(min(DIFFERENT, facts))]
     targets = model.labels if isinstance(model, Classifier) else [_text(rng, ANSWER_TOKENS) for _ in range(facts)]
     edits = [FactEdit(text, rng.choice(targets)) for text in texts[:facts]]
     patches = [Patch(factors[i % len(factors)], model.fingerprint, "random", (edit,)) for i, edit in enumerate(edits)]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     merged = merge(model, patches, covariance=covariance, mode=mode)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     return {
         "facts": facts,
         "tokens": tokens,
         "mode": mode,
         "merge_seconds": seconds,
-        "covariance_seconds": measured - start,
+        "covariance_seconds": covariance_seconds,
         "facts_per_second": facts / seconds,
         "patch_bytes": merged.nbytes,
         "peak_memory_bytes": _peak_memory(model.device),

@@ -34,6 +34,11 @@ from factpatch.training.objective import Objective
 from factpatch.training.step import Learner
 
 Progress = Callable[[float], object]  # called with the share that is done
+Way = Callable[[], object]  # one of the implementations that are timed
+
+
+def _nothing(*_: object) -> None:
+    """Stands for a callback that is not needed."""
 
 
 # Editing
@@ -41,29 +46,29 @@ Progress = Callable[[float], object]  # called with the share that is done
 
 @torch.no_grad()
 def bench_edit(
-    model: TaskModel, edits: int, rows: int, tokens: int, repeats: int, on_progress: Progress = lambda share: None
+    model: TaskModel, edits: int, rows: int, tokens: int, repeats: int, on_progress: Progress = _nothing
 ) -> dict[str, object]:
     """Times proposing edits and one forward pass of `rows` rows per edit, without an optimizer.
 
-    The rates are those of a process that has reached a steady state. On a CPU, "memory_given_back" has the rates after
-    free memory was given back to the operating system before each run, as if each were the first of its process:
-    allocating memory again slows down the dense updates of the published implementation most.
+    The rates are those of a process in a steady state. On a CPU, "memory_given_back" has the rates that result if free
+    memory is given back to the operating system before each run, as if each run were the first of its process.
+    Allocating the memory again costs most in the published implementation, because of its dense updates.
     """
     editor = HyperNetwork.for_model(model)
     many, one = random_edits(model, edits, tokens), random_edits(model, 1, tokens)
     many_rows, one_rows = random_rows(model, edits * rows, tokens), random_rows(model, rows, tokens)
     factor_bytes = _nbytes(editor.update(model, many))
-    ways: dict[str, Callable[[], object]] = {
+    ways: dict[str, Way] = {
         "batch": lambda: propose_and_run(editor, model, many, many_rows),
         "one": lambda: propose_and_run(editor, model, one, one_rows),
         "reference": lambda: published_edit(editor, model, one, one_rows),
         "limit": lambda: frozen_alone(model, many, many_rows),
     }
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if model.device.type == "cpu" else None  # glibc has it
-    states: list[Callable[[], object]] = [lambda: None] if trim is None else [lambda: None, lambda: trim(0)]
+    preparations: list[Way] = [_nothing] if trim is None else [_nothing, lambda: trim(0)]
     rates: list[dict[str, float | int]] = []
-    for number, before_run in enumerate(states):
-        report = _part(on_progress, number, len(states))
+    for number, before_run in enumerate(preparations):
+        report = _part(on_progress, number, len(preparations))
         seconds = _medians(ways, model.device, repeats, report, before_run)
         alone = {"one_edit_per_second": 1 / seconds["one"], "one_edit_speedup": seconds["reference"] / seconds["one"]}
         rates.append(_rates(edits, seconds["batch"], seconds["reference"], seconds["limit"]) | alone)
@@ -76,11 +81,11 @@ def _answering(model: Causal, editor: HyperNetwork, tokens: int, repeats: int) -
     model.limit_answers(ANSWER_TOKENS)
     one = random_edits(model, 1, tokens)
     question = Rows(one.rows.inputs)
-    ways: dict[str, Callable[[], object]] = {
+    ways: dict[str, Way] = {
         "edited": lambda: edit_and_answer(editor, model, one, question),
         "plain": lambda: backward_and_answer(model, one, question),
     }
-    seconds = _medians(ways, model.device, repeats, lambda share: None)
+    seconds = _medians(ways, model.device, repeats, _nothing)
     return {
         "edit_and_answer_seconds": seconds["edited"],
         "backward_and_answer_seconds": seconds["plain"],
@@ -94,7 +99,7 @@ def _answering(model: Causal, editor: HyperNetwork, tokens: int, repeats: int) -
 @no_cudnn_attention()
 @tensor_core_products()
 def bench_train(
-    model: TaskModel, edits: int, rows: int, tokens: int, repeats: int, on_progress: Progress = lambda share: None
+    model: TaskModel, edits: int, rows: int, tokens: int, repeats: int, on_progress: Progress = _nothing
 ) -> dict[str, float | int | None]:
     """Times a training step, a step of the published implementation with one edit, and the minimum work of a step."""
     config = TrainConfig(edits=edits, rows=rows, max_tokens=tokens)
@@ -102,7 +107,7 @@ def bench_train(
     editor = HyperNetwork.for_model(model)
     whole, one = random_step(model, edits, rows, tokens), random_step(model, 1, rows, tokens)
     with torch.no_grad():
-        kept_of_one = kept_features(model, one)
+        features_of_one = kept_features(model, one)
         objective = Objective(model, config, kept_features(model, whole))
     learner = Learner(editor, config, objective, accelerator)
     optimizer = torch.optim.RMSprop(editor.parameters(), lr=config.lr, centered=True)
@@ -111,9 +116,9 @@ def bench_train(
     for _ in range(2):  # the first step runs kernel by kernel, the second is recorded as a CUDA graph
         learner.step(parts)
     prepared = time.perf_counter() - start
-    ways: dict[str, Callable[[], object]] = {
+    ways: dict[str, Way] = {
         "step": lambda: learner.step(parts),
-        "reference": lambda: published_step(editor, model, one, kept_of_one, optimizer),
+        "reference": lambda: published_step(editor, model, one, features_of_one, optimizer),
         "limit": lambda: [forward_and_back(model, model.model, rows) for part in parts for rows in part.row_groups],
     }
     if model.device.type == "cuda":
@@ -130,6 +135,8 @@ def bench_train(
         if name == "step" and model.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(model.device)
     limit = min(medians["limit"], medians.get("compiled_limit", medians["limit"]))
+    with torch.no_grad():
+        factor_bytes = _nbytes(editor.update(model, parts[0].edit_batch)) * len(parts)
     return {
         **_rates(edits, medians["step"], medians["reference"], limit),
         "prepare_seconds": prepared,
@@ -138,7 +145,7 @@ def bench_train(
         "memory_bytes": memory,
         "model_parameters": model.model.num_parameters(),
         "editor_parameters": sum(parameter.numel() for parameter in editor.parameters()),
-        "factor_bytes": _factor_bytes(editor, model, parts[0]) * len(parts),
+        "factor_bytes": factor_bytes,
     }
 
 
@@ -159,21 +166,11 @@ def _fitting_parts(learner: Learner, batch: StepBatch, edits: int) -> list[StepB
         parts *= 2
 
 
-@torch.no_grad()
-def _factor_bytes(editor: HyperNetwork, model: TaskModel, batch: StepBatch) -> int:
-    return _nbytes(editor.update(model, batch.edit_batch))
-
-
 # Evaluation
 
 
 def bench_evaluate(
-    model: TaskModel,
-    edits: int | None,
-    rows: int,
-    tokens: int,
-    repeats: int,
-    on_progress: Progress = lambda share: None,
+    model: TaskModel, edits: int | None, rows: int, tokens: int, repeats: int, on_progress: Progress = _nothing
 ) -> dict[str, float | int | None]:
     """Times rows that run under patches, and the same rows through the unedited model."""
     editor = HyperNetwork.for_model(model)
@@ -182,11 +179,11 @@ def bench_evaluate(
     with torch.no_grad():
         deltas = editor.update(model, random_edits(model, edits, tokens))
 
-        def under_patches() -> None:
+        def run_patched() -> None:
             with edited(model.layers, deltas):
                 model.logits(batch)
 
-        ways = {"patched": under_patches, "unedited": lambda: model.logits(batch)}
+        ways: dict[str, Way] = {"patched": run_patched, "unedited": lambda: model.logits(batch)}
         seconds = _medians(ways, model.device, repeats, on_progress)
     return {
         "edits": edits,
@@ -217,22 +214,16 @@ def _rates(edits: int, seconds: float, reference: float, limit: float) -> dict[s
 
 
 def _medians(
-    ways: dict[str, Callable[[], object]],
-    device: torch.device,
-    repeats: int,
-    on_progress: Progress,
-    before_run: Callable[[], object] = lambda: None,
+    ways: dict[str, Way], device: torch.device, repeats: int, on_progress: Progress, before_run: Way = _nothing
 ) -> dict[str, float]:
     """Returns median seconds of each way. Ways take turns, so that noise affects all; the first round is a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(repeats + 1):
         for position, (name, way) in enumerate(ways.items(), start=1):
             before_run()
-            taken = _timed(way, device)
-            if round_number:
-                seconds[name].append(taken)
+            seconds[name].append(_timed(way, device))
             on_progress((round_number + position / len(ways)) / (repeats + 1))
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
 def _part(on_progress: Progress, number: int, parts: int) -> Progress:
@@ -240,15 +231,13 @@ def _part(on_progress: Progress, number: int, parts: int) -> Progress:
     return lambda share: on_progress((number + share) / parts)
 
 
-def _timed(way: Callable[[], object], device: torch.device) -> float:
-    def synchronise() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    synchronise()
+def _timed(way: Way, device: torch.device) -> float:
+    """Returns the seconds that one run takes, including work that the device has only queued."""
+    wait_for = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    wait_for(device)
     start = time.perf_counter()
     way()
-    synchronise()
+    wait_for(device)
     return time.perf_counter() - start
 
 

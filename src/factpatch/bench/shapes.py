@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -12,12 +14,10 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
-    LlamaConfig,
     LlamaForCausalLM,
     MarianConfig,
     MarianMTModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
     Qwen2ForCausalLM,
 )
 
@@ -29,6 +29,14 @@ from factpatch.training.batcher import ControlTargets, StepBatch, Targets
 
 WORDS = [f"w{i}" for i in range(1000)]
 ANSWER_TOKENS = 8  # length of the answers of encoder-decoders and decoders
+DECODER_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 
 
 def _bert(**sizes: int) -> TaskModel:
@@ -46,14 +54,11 @@ def _marian() -> TaskModel:
     return Seq2Seq(MarianMTModel(MarianConfig(d_model=512, max_position_embeddings=512, **ids, **sizes)), _tokenizer())
 
 
-def _llama(**sizes: int | bool) -> TaskModel:
-    return Causal(LlamaForCausalLM(LlamaConfig(max_position_embeddings=8192, **sizes)), _tokenizer())
-
-
-def _qwen() -> TaskModel:
-    sizes = {"vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 2}
-    return Causal(Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=True)), _tokenizer())
+def _decoder(model_class: Any, *sizes: int, tied: bool = True) -> TaskModel:
+    """Makes a decoder of one of transformers' classes with the given DECODER_SIZES."""
+    options = {"max_position_embeddings": 8192, "tie_word_embeddings": tied}
+    config = model_class.config_class(**dict(zip(DECODER_SIZES, sizes, strict=True)), **options)
+    return Causal(model_class(config), _tokenizer())
 
 
 def _stacks(**sizes: int) -> dict[str, int]:
@@ -73,104 +78,88 @@ SHAPES: dict[str, Callable[[], TaskModel]] = {
     "bart-base": _bart,
     "minilm": lambda: _bert(hidden_size=384, num_hidden_layers=6, intermediate_size=1536),
     "marian": _marian,
-    "smollm2": lambda: _llama(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-    ),
-    "qwen-1.5b": _qwen,
-    "llama-8b": lambda: _llama(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
+    "smollm2": lambda: _decoder(LlamaForCausalLM, 49_152, 576, 1536, 30, 9, 3),
+    "qwen-1.5b": lambda: _decoder(Qwen2ForCausalLM, 151_936, 1536, 8960, 28, 12, 2),
+    "llama-8b": lambda: _decoder(LlamaForCausalLM, 128_256, 4096, 14_336, 32, 32, 8, tied=False),
 }
 
 
 def shaped_model(shape: str, device: str | None = None, precision: str | None = None) -> TaskModel:
+    """Builds a random model of one of the SHAPES."""
     if shape not in SHAPES:
         raise InputError(f"there is no shape called {shape!r}; choose one of {', '.join(SHAPES)}")
-    where, dtype, before = find_device(device), find_dtype(precision, device), torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # large models are built in place: in float32 they may not fit into memory
+    target_device, dtype, before = find_device(device), find_dtype(precision, device), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # built in this precision, because a large model may not fit in float32
     try:
-        with where:
+        with target_device:
             model = SHAPES[shape]()
     finally:
         torch.set_default_dtype(before)
-    model.model.to(device=where, dtype=dtype)
+    model.model.to(device=target_device, dtype=dtype)
     model.fingerprint = f"random {shape}"  # instead of a hash, which takes a minute for a large model
     return model
 
 
 def random_rows(model: TaskModel, rows: int, tokens: int) -> Rows:
+    """Makes texts of `tokens` random tokens with random targets."""
+
     def ids(width: int) -> Tensor:
         return torch.randint(4, 20_000, (rows, width), device=model.device)
 
-    inputs = {
-        "input_ids": ids(tokens),
-        "attention_mask": torch.ones(rows, tokens, dtype=torch.long, device=model.device),
-    }
+    input_ids = ids(tokens)
     labels = ids(1)[:, 0] % 2 if model.kind == "classifier" else ids(ANSWER_TOKENS)
-    return Rows(inputs, labels)
+    return Rows({"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}, labels)
 
 
 def random_edits(model: TaskModel, edits: int, tokens: int) -> EditBatch:
-    width = tokens + 2 * ANSWER_TOKENS
-    ids = torch.randint(4, 20_000, (edits, width), device=model.device)
-    return EditBatch(
-        random_rows(model, edits, tokens), Condition(ids, torch.full((edits,), width, device=model.device))
-    )
+    """Makes edits of random texts. The editor also reads the old and the new answer of each."""
+    length = tokens + 2 * ANSWER_TOKENS
+    ids = torch.randint(4, 20_000, (edits, length), device=model.device)
+    condition = Condition(ids, torch.full((edits,), length, device=model.device))
+    return EditBatch(random_rows(model, edits, tokens), condition)
 
 
 def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBatch:
-    """Makes a training batch, in which two rows of each edit should change and the others should not."""
+    """Makes a training batch: two rows of each edit have edit targets, and the others are control inputs."""
     batch = random_rows(model, edits * rows, tokens)
-    return _step(random_edits(model, edits, tokens), batch, edits, first=0, share=1.0)
+    return _step(random_edits(model, edits, tokens), batch, edits, first_control=0, share=1.0)
 
 
 def split_step(batch: StepBatch, edits: int, parts: int) -> list[StepBatch]:
     """Splits a random training batch into parts with consecutive edits."""
-    if parts == 1:
-        return [batch]
-    found: list[StepBatch] = []
-    start = 0
-    for part in torch.arange(edits).chunk(parts):
-        count = len(part)
-        (rows,) = batch.row_groups
-        mine, own_rows = slice(start, start + count), len(rows) // edits
-        inside = slice(start * own_rows, (start + count) * own_rows)
-        first = start * len(batch.control_targets.labels) // edits
-        found.append(_step(batch.edit_batch.part(mine), rows.part(inside), count, first, count / edits))
-        start += count
-    return found
+    (rows,) = batch.row_groups
+    rows_per_edit = len(rows) // edits
+    controls_per_edit = len(batch.control_targets.labels) // edits
+    size = math.ceil(edits / parts)
+    batches: list[StepBatch] = []
+    for start in range(0, edits, size):
+        end = min(start + size, edits)
+        edit_batch = batch.edit_batch.part(slice(start, end))
+        own_rows = rows.part(slice(start * rows_per_edit, end * rows_per_edit))
+        share = (end - start) / edits
+        batches.append(_step(edit_batch, own_rows, end - start, first_control=start * controls_per_edit, share=share))
+    return batches
 
 
-def _step(edit_batch: EditBatch, batch: Rows, edits: int, first: int, share: float) -> StepBatch:
-    """Makes the part of a step's batch that has this share of its weights.
+def _step(edit_batch: EditBatch, rows: Rows, edits: int, first_control: int, share: float) -> StepBatch:
+    """Makes one part of a training batch, with this share of the batch's weights.
 
-    `first` is the index of the part's first control position in the table of features.
+    `first_control` is the index of the part's first control position among those of the whole batch.
     """
-    labels = batch.labels
+    labels = rows.labels
     assert labels is not None
-    answer = labels[0].numel()
-    positions = torch.arange(labels.numel(), device=labels.device).view(edits, -1, answer)
-    edit, keep = positions[:, :2].flatten(), positions[:, 2:].flatten()
+    positions = torch.arange(labels.numel(), device=labels.device).view(edits, -1, labels[0].numel())
+    changed, control = positions[:, :2].flatten(), positions[:, 2:].flatten()
 
     def weights(chosen: Tensor) -> Tensor:
         return torch.full((len(chosen),), share / len(chosen), device=labels.device)
 
+    unedited_index = first_control + torch.arange(len(control), device=labels.device)
     return StepBatch(
         edit_batch,
-        (Rows(batch.inputs, labels, torch.cat([edit, keep])),),
-        Targets(labels.flatten()[edit], weights(edit)),
-        ControlTargets(labels.flatten()[keep], weights(keep), first + torch.arange(len(keep), device=keep.device)),
+        (Rows(rows.inputs, labels, torch.cat([changed, control])),),
+        Targets(labels.flatten()[changed], weights(changed)),
+        ControlTargets(labels.flatten()[control], weights(control), unedited_index),
     )
 
 

@@ -1,4 +1,4 @@
-"""The implementations of editing and training that are timed: ours, the published one and the frozen model alone."""
+"""What the benchmarks time: our editing, the published implementation, and the frozen model's own minimum work."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from factpatch.training.batcher import StepBatch
 
 
 def propose_and_run(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
+    """Makes a batch of edits and runs rows under them."""
     with edited(model.layers, editor.update(model, batch)):
         return model.logits(rows)
 
@@ -27,7 +28,7 @@ def propose_and_run(editor: HyperNetwork, model: TaskModel, batch: EditBatch, ro
 def published_edit(editor: HyperNetwork, model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
     """Makes one edit as the published code of KnowledgeEditor (De Cao et al., 2021) does, and runs rows with it.
 
-    It computes the gradients of all parameters, runs one network per weight, makes a dense update of every edited
+    It computes the gradients of all parameters, runs one network per weight, computes a dense update of every edited
     weight, and runs the forward pass with a full set of updated parameters.
     """
     parameters = dict(model.model.named_parameters())
@@ -35,10 +36,10 @@ def published_edit(editor: HyperNetwork, model: TaskModel, batch: EditBatch, row
         model.model.requires_grad_(True)
         try:
             loss = model.losses(batch.rows).sum()
-            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            all_gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         finally:
             model.model.requires_grad_(False)
-    gradients = dict(zip(parameters, found, strict=True))
+    gradients = dict(zip(parameters, all_gradients, strict=True))
     h = editor.fact_encoder(batch.condition)[0]
     deltas: dict[str, Tensor] = {}
     for key, names in editor.weights_of.items():
@@ -70,8 +71,7 @@ def published_step(
 
 def frozen_alone(model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
     """Runs the edits forward and backward and the rows forward, without editing: the minimum cost of an edit."""
-    with _gradients_start_at_embeddings(model), torch.enable_grad():
-        model.losses(batch.rows).sum().backward()
+    _run_backward(model, batch)
     return model.logits(rows)
 
 
@@ -83,19 +83,23 @@ def edit_and_answer(editor: HyperNetwork, model: TaskModel, batch: EditBatch, qu
 
 def backward_and_answer(model: TaskModel, batch: EditBatch, question: Rows) -> None:
     """Answers a question without an edit, and computes one backward pass: the minimum for an edit and its answer."""
-    with _gradients_start_at_embeddings(model), torch.enable_grad():
-        model.losses(batch.rows).sum().backward()
+    _run_backward(model, batch)
     model.decide(question, edits=1)
+
+
+def _run_backward(model: TaskModel, batch: EditBatch) -> None:
+    with _gradients_end_at_embeddings(model), torch.enable_grad():
+        model.losses(batch.rows).sum().backward()
 
 
 def forward_and_back(model: TaskModel, network: Callable[..., Any], rows: Rows) -> None:
     """Runs rows through the frozen model and back to the embeddings: the minimum cost of a training step."""
-    with _gradients_start_at_embeddings(model):
+    with _gradients_end_at_embeddings(model):
         network(**_inputs(model, rows)).logits.float().logsumexp(-1).sum().backward()
 
 
 @contextmanager
-def _gradients_start_at_embeddings(model: TaskModel) -> Iterator[None]:
+def _gradients_end_at_embeddings(model: TaskModel) -> Iterator[None]:
     """Makes the backward pass end at the embeddings' outputs, so that no weight gets a gradient."""
     with ExitStack() as stack:
         for module in model.model.modules():

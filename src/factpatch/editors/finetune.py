@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
 
-from factpatch.deltas import Dense, LowRank, unstack
-from factpatch.editors.base import EditMethod
+from factpatch.deltas import Dense, LowRank
+from factpatch.editors.base import EditMethod, split_stacks
 from factpatch.editors.layer_choice import chosen_layers
 from factpatch.engine import capture, edited
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
-from factpatch.models import Rows, TaskModel
+from factpatch.models import TaskModel
+from factpatch.models.rows import in_batches
 from factpatch.patch import Patch, weight_shape
 
 BOUNDS = (1e-3, 5e-4, 1e-4, 5e-5, 1e-5)  # bounds that De Cao et al. (2021) tried for Zhu et al.
@@ -34,10 +34,7 @@ class FineTune(EditMethod):
     lr: float = 1e-5
     steps: int = 100  # maximum
     bound: ClassVar[float | None] = None
-
-    @property
-    def name(self) -> str:
-        return "finetune"
+    name = "finetune"
 
     def edits_per_batch(self, model: TaskModel) -> int:
         # Four tensors of four bytes per value: the change, its gradient, RMSprop's mean square and a copy.
@@ -47,21 +44,17 @@ class FineTune(EditMethod):
     def describe(self, model: TaskModel) -> dict[str, Any]:
         return {"layers": self.layers, "bound": self.bound}
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
-        edits = model.resolve(edits)
-        layers = chosen_layers(model, self.layers)
-        size = self.edits_per_batch(model)
-        patches: list[Patch] = []
-        for start in range(0, len(edits), size):
-            patches += self._propose_batch(model, layers, edits[start : start + size])
-        return patches
+        batches = in_batches(model.resolve(edits), self.edits_per_batch(model))
+        return [patch for batch in batches for patch in self._propose_batch(model, batch)]
 
-    def _propose_batch(self, model: TaskModel, layers: Mapping[str, nn.Module], edits: list[FactEdit]) -> list[Patch]:
-        shapes = {name: (len(edits), *weight_shape(layer)) for name, layer in layers.items()}
-        dtype = torch.promote_types(model.model.dtype, torch.float32)
-        changes = {name: torch.zeros(shape, device=model.device, dtype=dtype) for name, shape in shapes.items()}
+    def _propose_batch(self, model: TaskModel, edits: list[FactEdit]) -> list[Patch]:
+        layers = chosen_layers(model, self.layers)
+        like = {"device": model.device, "dtype": torch.promote_types(model.model.dtype, torch.float32)}
+        changes = {
+            name: torch.zeros(len(edits), *weight_shape(layer), **like, requires_grad=True)
+            for name, layer in layers.items()
+        }
         optimizer = torch.optim.RMSprop(list(changes.values()), lr=self.lr)
         rows = model.rows([edit.x for edit in edits], [edit.a for edit in edits])
         for _ in range(self.steps):
@@ -70,7 +63,9 @@ class FineTune(EditMethod):
                 failed = [not same(answer, edit.a) for answer, edit in zip(answers, edits, strict=True)]
                 if not any(failed):
                     break
-                gradients = self._gradients(model, rows, changes)
+                with torch.enable_grad():
+                    # Each edit has its own weights, so the gradient of the sum is each edit's own gradient.
+                    gradients = torch.autograd.grad(model.losses(rows).sum(), list(changes.values()))
             pending = torch.tensor(failed, device=model.device)[:, None, None]
             for change, gradient in zip(changes.values(), gradients, strict=True):
                 # RMSprop does not move weights whose gradient is zero, so edits that have succeeded stay as they are.
@@ -89,27 +84,13 @@ class FineTune(EditMethod):
             for e, edit in enumerate(edits)
         ]
 
-    @staticmethod
-    def _gradients(model: TaskModel, rows: Rows, changes: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        with torch.enable_grad():
-            for change in changes.values():
-                change.requires_grad_(True)
-            # Each edit has its own weights, so the gradient of the sum is each edit's own gradient.
-            gradients = torch.autograd.grad(model.losses(rows).sum(), list(changes.values()))
-        for change in changes.values():
-            change.requires_grad_(False)
-        return gradients
-
 
 @dataclass(frozen=True)
 class Zhu(FineTune):
     """Fine-tuning that projects every weight back to within ±bound of its original value after each step."""
 
     bound: float = field(kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride] (a field here)
-
-    @property
-    def name(self) -> str:
-        return "zhu"
+    name = "zhu"
 
 
 @dataclass(frozen=True)
@@ -118,10 +99,7 @@ class GradientStep(EditMethod):
 
     layers: str = "all"
     lr: float = 1e-2
-
-    @property
-    def name(self) -> str:
-        return "gradient"
+    name = "gradient"
 
     def edits_per_batch(self, model: TaskModel) -> int:
         return MAX_EDITS_PER_BATCH
@@ -129,17 +107,12 @@ class GradientStep(EditMethod):
     def describe(self, model: TaskModel) -> dict[str, Any]:
         return {"layers": self.layers}
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
-        edits = model.resolve(edits)
         layers = chosen_layers(model, self.layers)
         patches: list[Patch] = []
-        for start in range(0, len(edits), MAX_EDITS_PER_BATCH):
-            batch = edits[start : start + MAX_EDITS_PER_BATCH]
+        for batch in in_batches(model.resolve(edits), MAX_EDITS_PER_BATCH):
             rows = model.rows([edit.x for edit in batch], [edit.a for edit in batch])
             traces = capture(layers, lambda rows=rows: model.losses(rows))
-            steps = unstack({name: LowRank(trace.X, -self.lr * trace.D) for name, trace in traces.items()})
-            for edit, step in zip(batch, steps, strict=True):
-                patches.append(Patch({**step}, model.fingerprint, self.name, (edit,)))
+            steps = {name: LowRank(trace.X, -self.lr * trace.D) for name, trace in traces.items()}
+            patches += split_stacks(steps, batch, model.fingerprint, self.name)
         return patches

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ from factpatch.editors.network import EditorConfig, FactEncoder, WeightGroup, re
 from factpatch.editors.trainable import Condition, TrainableEditor
 from factpatch.engine import Trace
 from factpatch.facts import FactEdit
-from factpatch.grouping import keys_by_value
 
 
 class HyperNetwork(TrainableEditor):
@@ -33,18 +31,12 @@ class HyperNetwork(TrainableEditor):
     config_class = EditorConfig
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]], embeddings: Tensor, base: str, config: EditorConfig):
-        super().__init__(shapes, base, config)
+        super().__init__(shapes, embeddings, base, config)
         self.read = first_of_last_blocks(shapes) if config.states else []
         self.fact_encoder = FactEncoder(embeddings, config, sum(shapes[name][1] for name in self.read))
-        by_shape = keys_by_value(shapes)
-        self.weights_of = {f"{out}x{in_}": names for (out, in_), names in by_shape.items()}
         self.groups = nn.ModuleDict(
-            {f"{out}x{in_}": WeightGroup(len(names), out, in_, config) for (out, in_), names in by_shape.items()}
+            {key: WeightGroup(len(names), *shapes[names[0]], config) for key, names in self.weights_of.items()}
         )
-
-    @classmethod
-    def build(cls, shapes: Mapping[str, tuple[int, int]], embeddings: Tensor, base: str, config: Any) -> Self:
-        return cls(shapes, embeddings, base, config)
 
     def condition_text(self, edit: FactEdit) -> str:
         """Returns the edit as text. Only the LSTM reads it: it is never parsed back, and never truncated."""
@@ -57,17 +49,17 @@ class HyperNetwork(TrainableEditor):
         deltas: dict[str, Delta] = {}
         for key, group in self.groups.items():
             gates = group(h)
-            for chosen in _alike(self.weights_of[key], traces):
-                names = [self.weights_of[key][i] for i in chosen]
-                factors = gates.factors(chosen, [traces[name] for name in names], self.config.gradients)
+            for indices in _by_trace_shape(self.weights_of[key], traces):
+                names = [self.weights_of[key][i] for i in indices]
+                factors = gates.factors(indices, [traces[name] for name in names], self.config.gradients)
                 deltas |= zip(names, factors, strict=True)
         return deltas
 
 
 def first_of_last_blocks(names: Iterable[str]) -> list[str]:
-    """The first weight in the last block of each stack, such as the encoder's and the decoder's.
+    """Returns the first weight in the last block of each stack, such as the encoder's and the decoder's.
 
-    Blocks are numbered in the names of weights, which are in the order of the model.
+    The names contain the blocks' numbers and are in the model's order.
     """
     last: dict[str, tuple[int, str]] = {}
     for name in names:
@@ -77,10 +69,10 @@ def first_of_last_blocks(names: Iterable[str]) -> list[str]:
     return [name for _, name in last.values()]
 
 
-def _alike(names: Sequence[str], traces: Mapping[str, Trace]) -> list[list[int]]:
-    """Indices of the traced weights, grouped by the number of tokens that reached them."""
-    alike: dict[torch.Size, list[int]] = {}
+def _by_trace_shape(names: Sequence[str], traces: Mapping[str, Trace]) -> list[list[int]]:
+    """Returns the indices of the traced weights, grouped by the shape of their traces."""
+    groups: dict[torch.Size, list[int]] = {}
     for i, name in enumerate(names):
         if name in traces:
-            alike.setdefault(traces[name].X.shape, []).append(i)
-    return list(alike.values())
+            groups.setdefault(traces[name].X.shape, []).append(i)
+    return list(groups.values())

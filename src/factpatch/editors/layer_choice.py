@@ -21,8 +21,8 @@ def chosen_layers(model: TaskModel, choice: str) -> dict[str, nn.Module]:
     if choice == "all":
         return model.layers
     if kind == "mlp" and (not number or (number.isdecimal() and int(number) > 0)):
-        found = feed_forward_weights(model.model, model.layers, int(number) if number else None)
-        return {name: model.layers[name] for names in found.values() for name in names}
+        by_block = feed_forward_weights(model.model, model.layers, int(number) if number else None)
+        return {name: model.layers[name] for names in by_block.values() for name in names}
     pattern = choice if set(choice) & set("*?[") else f"{choice}.*"
     layers = {name: layer for name, layer in model.layers.items() if fnmatchcase(name, pattern)}
     if not layers:

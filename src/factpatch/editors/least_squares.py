@@ -40,7 +40,7 @@ class LeastSquares(nn.Module):
         check_ridge(ridge)
         self.ridge = ridge
         self.readers = {name: key for name, key in readers.items() if name in shapes}
-        self.weights = keys_by_value(self.readers)
+        self.weights = keys_by_value(self.readers)  # by the first weight that reads the same input
         for number, names in enumerate(self.weights.values()):
             width = shapes[names[0]][1]
             self.register_buffer(f"inverse_{number}", torch.zeros(width, width))
@@ -54,14 +54,15 @@ class LeastSquares(nn.Module):
         shrinkage: float,
         device: torch.device,
     ) -> Self:
+        """Creates the module for the covariance of ordinary inputs, with the shrinkage γ."""
         if not 0 <= shrinkage < float("inf"):
             raise InputError(f"expected a shrinkage of at least 0, found {shrinkage}")
-        found = cls(covariance.readers, shapes, ridge).to(device)
-        for key, inverse in zip(found.weights, found.buffers(), strict=True):
+        solver = cls(covariance.readers, shapes, ridge).to(device)
+        for key, inverse in zip(solver.weights, solver.buffers(), strict=True):
             C = covariance.of(key, device)
             C.diagonal().add_(shrinkage * C.diagonal().mean())
             inverse.copy_(torch.linalg.inv(ridge * C))
-        return found
+        return solver
 
     def forward(
         self, deltas: Mapping[str, Delta], traces: Mapping[str, Trace], real: Sequence[Tensor]
@@ -71,7 +72,7 @@ class LeastSquares(nn.Module):
         A weight whose layer did not run, or does not read the tokens of the texts, keeps its update.
         """
         masks = {mask.shape[1]: mask.unsqueeze(-1) for mask in real}  # (edits, tokens, 1), by the number of tokens
-        found = dict(deltas)
+        solved = dict(deltas)
         for names, inverse in zip(self.weights.values(), self.buffers(), strict=True):
             traced = [name for name in names if name in deltas and traces[name].X.shape[1] in masks]
             if not traced:
@@ -85,8 +86,8 @@ class LeastSquares(nn.Module):
             for name in traced:
                 delta = deltas[name]
                 V = delta.add_rows(K.new_zeros(*K.shape[:2], delta.shape[0]).float(), K.float())  # (edits, tokens, out)
-                found[name] = LowRank(factor, _padded(P.float() @ V, X))
-        return found
+                solved[name] = LowRank(factor, _padded(P.float() @ V, X))
+        return solved
 
 
 def _inverse(products: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ def _padded(factor: Tensor, like: Tensor) -> Tensor:
 
 
 def with_distinct_widths(rows: Rows) -> Rows:
-    """Pads answers by one token if they are as wide as the inputs, so that the width shows which ones a layer reads."""
+    """Pads the answers by one token if they are as wide as the inputs: layers are told apart by the width they read."""
     labels = rows.labels
     if labels is None or labels.dim() == 1 or labels.shape[1] != rows.inputs["input_ids"].shape[1]:
         return rows

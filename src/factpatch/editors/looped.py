@@ -16,6 +16,7 @@ from factpatch.engine import edited
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
 from factpatch.models import TaskModel
+from factpatch.models.rows import in_batches
 from factpatch.patch import Patch, stack_patches
 
 MAX_UPDATES = 5
@@ -34,7 +35,7 @@ class Looped(EditMethod):
             raise InputError(f"expected at least one update, found {self.updates}")
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] (it is only read)
         return self.editor.name
 
     def edits_per_batch(self, model: TaskModel) -> int:
@@ -43,26 +44,22 @@ class Looped(EditMethod):
     def describe(self, model: TaskModel) -> dict[str, Any]:
         return {**self.editor.describe(model), "loop": self.updates}
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         edits = model.resolve(edits)
         patches = self.editor.propose(model, edits)
-        size = self.edits_per_batch(model)
         pending = list(range(len(edits)))
         for _ in range(self.updates - 1):
             answers = model.predict_patched([patches[i] for i in pending], [edits[i].x for i in pending])
             failed = [(i, answer) for i, answer in zip(pending, answers, strict=True) if not same(answer, edits[i].a)]
             pending = [i for i, _ in failed]
-            for start in range(0, len(failed), size):
-                batch = failed[start : start + size]
+            for batch in in_batches(failed, self.edits_per_batch(model)):
                 # The editor reads the updated model's answer as the prediction.
-                now = [replace(edits[i], y=answer) for i, answer in batch]
+                failed_edits = [replace(edits[i], y=answer) for i, answer in batch]
                 before = [patches[i] for i, _ in batch]
                 under = stack_patches(before, model.layers)
-                updates = self.editor.patches(now, self.editor.update(model, self.editor.batch(model, now), under))
-                grown = add_best_part(model, now, before, updates)
-                for (i, _), patch in zip(batch, grown, strict=True):
+                stacks = self.editor.update(model, self.editor.batch(model, failed_edits), under)
+                extended = add_best_part(model, failed_edits, before, self.editor.patches(failed_edits, stacks))
+                for (i, _), patch in zip(batch, extended, strict=True):
                     patches[i] = patch
             if not pending:
                 break

@@ -31,21 +31,14 @@ class LoRA(EditMethod):
     alpha: float = 16.0
     lr: float = 1e-3
     steps: int = 100  # maximum
+    name = "lora"
 
     def __post_init__(self) -> None:
         check_above_zero(self, "rank", "alpha", "lr", "steps")
 
-    @property
-    def name(self) -> str:
-        return "lora"
-
     def edits_per_batch(self, model: TaskModel) -> int:
         return 8  # for running the edited models; adapters are trained one by one
 
-    def describe(self, model: TaskModel) -> dict[str, Any]:
-        return {"layers": self.layers, "rank": self.rank, "alpha": self.alpha, "lr": self.lr, "steps": self.steps}
-
-    @torch.inference_mode(False)
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         return [self._patch(model, edit) for edit in model.resolve(edits)]
 

@@ -21,14 +21,15 @@ from torch import Tensor, nn
 
 from factpatch.covariance import Covariance
 from factpatch.data.revisions import Revision
-from factpatch.deltas import Delta, LowRank, unstack
-from factpatch.editors.base import EditMethod, check_above_zero
+from factpatch.deltas import Delta, LowRank
+from factpatch.editors.base import EditMethod, check_above_zero, split_stacks
 from factpatch.editors.subject_tokens import Located, locate
 from factpatch.engine import edited
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
 from factpatch.models.layers import feed_forward_weights
+from factpatch.models.rows import in_batches
 from factpatch.patch import Patch
 from factpatch.solving import Sums, cholesky
 
@@ -51,22 +52,18 @@ class Memit(EditMethod):
     contexts: int = 4  # number of texts put before x, besides x alone, so that z also works in other contexts
     _covariance: Covariance | None = field(default=None, repr=False)
     _prefixes: tuple[str, ...] = field(default=(), repr=False)
+    name = "memit"
     needs_sample = True
 
     def __post_init__(self) -> None:
         check_above_zero(self, "blocks", "ridge", "lr", "steps", "clamp")
 
-    @property
-    def name(self) -> str:
-        return "memit"
-
     def edits_per_batch(self, model: TaskModel) -> int:
         return EDITS_PER_BATCH
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
-        first, *_, last = [*self._weights(model)] * 2
-        settings = {key: value for key, value in vars(self).items() if not key.startswith("_")}
-        return {**settings, "layers": f"{first} to {last}"}
+        blocks = list(self._weights(model))
+        return {**super().describe(model), "layers": f"{blocks[0]} to {blocks[-1]}"}
 
     def calibrated(self, model: TaskModel, sample: Sequence[Revision]) -> Self:
         weights = self._weights(model)
@@ -75,25 +72,17 @@ class Memit(EditMethod):
         shortest = sorted(sample[:TEXTS], key=lambda r: (len(r.input) + len(r.prediction), r.id))[: self.contexts]
         return replace(self, _covariance=covariance, _prefixes=tuple(f"{r.input} {r.prediction}. " for r in shortest))
 
-    @torch.inference_mode(False)
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
-        edits = model.resolve(edits)
         patches: list[Patch] = []
-        for start in range(0, len(edits), EDITS_PER_BATCH):
-            batch = edits[start : start + EDITS_PER_BATCH]
+        for batch in in_batches(model.resolve(edits), EDITS_PER_BATCH):
             located = locate(model, batch, self._prefixes)
             stacks = self._spread(model, [located], self._optimised(model, located), self._single)
-            per_edit = unstack({n: d for n, d in stacks.items() if isinstance(d, LowRank)})
-            patches += [Patch({**d}, model.fingerprint, self.name, (e,)) for e, d in zip(batch, per_edit, strict=True)]
+            patches += split_stacks(stacks, batch, model.fingerprint, self.name)
         return patches
 
-    @torch.inference_mode(False)
     def propose_together(self, model: TaskModel, edits: Sequence[FactEdit]) -> Patch:
         edits = model.resolve(edits)
-        located = [
-            locate(model, edits[start : start + EDITS_PER_BATCH], self._prefixes)
-            for start in range(0, len(edits), EDITS_PER_BATCH)
-        ]
+        located = [locate(model, batch, self._prefixes) for batch in in_batches(edits, EDITS_PER_BATCH)]
         z = torch.cat([self._optimised(model, one) for one in located])
         stacks = self._spread(model, located, z, self._joint)
         deltas = {n: replace(d, **{key: tensor[0] for key, tensor in d.tensors.items()}) for n, d in stacks.items()}
@@ -131,7 +120,7 @@ class Memit(EditMethod):
                 with torch.enable_grad():
                     loss = model.losses(located.rows).view(edits, -1).mean(1)  # over contexts
                     loss = loss + self.decay * (change.norm(dim=-1, keepdim=True) / norms**2).squeeze(1)
-                (change.grad,) = torch.autograd.grad(loss.sum(), change)
+                    (change.grad,) = torch.autograd.grad(loss.sum(), change)
                 optimizer.step()
                 with torch.no_grad():
                     change *= (self.clamp * norms / change.norm(dim=-1, keepdim=True)).clamp(max=1)

@@ -14,24 +14,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from factpatch.data.revisions import Revision, edit_of
 from factpatch.deltas import Delta, LowRank
+from factpatch.editors.base import check_above_zero
 from factpatch.editors.normalising import Moments, add_traces, normalised, with_gradient
 from factpatch.editors.trainable import Condition, TrainableEditor
 from factpatch.engine import Trace
-from factpatch.errors import InputError
 from factpatch.facts import FactEdit
-from factpatch.grouping import keys_by_value
 from factpatch.models import TaskModel
 from factpatch.models.layers import feed_forward_weights
+from factpatch.models.rows import in_batches
 
 SAMPLE = 1024  # edits from which means and standard deviations are computed
-SPEED = 30.0  # η = exp(SPEED · θ): optimizer steps are tiny beside log η, so without the factor η would hardly move
+SPEED = 30.0  # η = exp(SPEED · θ): optimizer steps are small beside log η, so that η would otherwise hardly change
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ class MendConfig:
     rate: float | None = None  # initial η; None means 1e-4 for a classifier and 1e-5 for other models
 
     def __post_init__(self) -> None:
-        wrong = [f"{k}={v}" for k, v in vars(self).items() if v is not None and not 0 < v < float("inf")]
-        if wrong:
-            raise InputError(f"expected MEND settings above 0, found {', '.join(wrong)}")
+        check_above_zero(self, "rank", "blocks", "rate", subject="MEND settings")
 
 
 class Mend(TrainableEditor):
@@ -54,12 +52,10 @@ class Mend(TrainableEditor):
     name = "mend"
     config_class = MendConfig
 
-    def __init__(self, shapes: Mapping[str, tuple[int, int]], base: str, config: MendConfig):
-        super().__init__(shapes, base, config)
-        by_shape = keys_by_value(shapes)
-        self.weights_of = {f"{out}x{in_}": names for (out, in_), names in by_shape.items()}
+    def __init__(self, shapes: Mapping[str, tuple[int, int]], embeddings: Tensor, base: str, config: MendConfig):
+        super().__init__(shapes, embeddings, base, config)
         self.groups = nn.ModuleDict(
-            {f"{out}x{in_}": Transform(len(names), out + in_, config) for (out, in_), names in by_shape.items()}
+            {key: Transform(len(names), sum(shapes[names[0]]), config) for key, names in self.weights_of.items()}
         )
 
     @classmethod
@@ -72,23 +68,16 @@ class Mend(TrainableEditor):
             layers = [name for names in last.values() for name in names]
         return super().for_model(model, config, layers)
 
-    @classmethod
-    def build(cls, shapes: Mapping[str, tuple[int, int]], embeddings: Tensor, base: str, config: Any) -> Self:
-        return cls(shapes, base, config)
-
     def condition_text(self, edit: FactEdit) -> str:
         return ""
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def calibrated(self, model: TaskModel, sample: Sequence[Revision]) -> Self:
         """Sets the means and standard deviations to those of a sample of edits."""
         self.prepare(model)
         edits = [edit_of(revision) for revision in sample if revision.alternatives][:SAMPLE]
         moments: dict[str, Moments] = {}
-        size = self.edits_per_batch(model)
-        for start in range(0, len(edits), size):
-            moments = add_traces(moments, self.trace(model, self.batch(model, edits[start : start + size])))
+        for batch in in_batches(edits, self.edits_per_batch(model)):
+            moments = add_traces(moments, self.trace(model, self.batch(model, batch)))
         for key, names in self.weights_of.items():
             group = self.groups[key]
             assert isinstance(group, Transform)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from factpatch.deltas import LowRank, aligned
+from factpatch.editors.base import check_above_zero
 from factpatch.editors.trainable import Condition
 from factpatch.engine import Trace
-from factpatch.errors import InputError
 
 LARGE_EMBEDDINGS = 64_000_000  # parameters above which the editor's copy of the word embeddings is reduced
 REDUCED_WIDTH = 128
@@ -31,13 +31,7 @@ class EditorConfig:
     states: bool = False  # whether h also depends on the model's own hidden states of the fact
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{k}={getattr(self, k)}"
-            for k in ("width", "bottleneck", "lstm", "max_scale", "embedding")
-            if getattr(self, k) is not None and not 0 < getattr(self, k) < float("inf")
-        ]
-        if wrong:
-            raise InputError(f"expected editor sizes above 0, found {', '.join(wrong)}")
+        check_above_zero(self, "width", "bottleneck", "lstm", "max_scale", "embedding", subject="editor sizes")
 
 
 class FactEncoder(nn.Module):
@@ -74,22 +68,22 @@ class FactEncoder(nn.Module):
 
 
 def read_states(traces: Sequence[Trace]) -> Tensor:
-    """The layers' inputs, averaged over tokens in proportion to their gradients' norms: (edits, sum of widths).
+    """Averages each layer's inputs over tokens, weighted by the norms of their gradients: (edits, sum of widths).
 
     This leaves out padding, whose gradients are zero. Each layer's average is normalised.
     """
-    found = []
+    states = []
     for trace in traces:
         weights = trace.D.float().norm(dim=-1, keepdim=True)  # (edits, tokens, 1)
         mean = (weights * trace.X.float()).sum(1) / weights.sum(1).clamp(min=1e-30)
-        found.append(F.layer_norm(mean, mean.shape[-1:]))
-    return torch.cat(found, dim=-1)
+        states.append(F.layer_norm(mean, mean.shape[-1:]))
+    return torch.cat(states, dim=-1)
 
 
 def reduced(embeddings: Tensor, width: int) -> Tensor:
-    """Projects embeddings that are wider to their `width` directions of largest variance: (vocabulary, width).
+    """Projects embeddings onto their `width` directions of largest variance, unless they are no wider than that.
 
-    A decoder's embeddings alone can have more parameters than the rest of its editor.
+    The embeddings of a decoder can have more parameters than the rest of its editor.
     """
     if embeddings.shape[1] <= width:
         return embeddings
@@ -107,27 +101,29 @@ class Gates:
     bias_out: Tensor  # s·r'  (weights, edits, out)
     bias_in: Tensor  # c'    (weights, edits, in)
 
-    def factors(self, chosen: list[int], traces: Sequence[Trace], gradients: bool) -> list[LowRank]:
-        """Returns A = [X ⊙ c ; c'] and B = s · [D ⊙ r ; r'] in the model's dtype. The traces have equal shapes."""
+    def factors(self, indices: list[int], traces: Sequence[Trace], gradients: bool) -> list[LowRank]:
+        """Returns A = [X ⊙ c ; c'] and B = s · [D ⊙ r ; r'] of the weights with these indices, in the model's dtype.
+
+        The traces of these weights have equal shapes. Without `gradients`, A = c' and B = s · r'.
+        """
         vectors = (self.gradient_in, self.bias_in, self.gradient_out, self.bias_out)
         X, D = [trace.X for trace in traces], [trace.D for trace in traces]
-        a, a_bias, r, r_bias = (
-            _picked(v, chosen).unsqueeze(2).to(X[0].dtype) for v in vectors
+        c, A, r, B = (
+            _select(v, indices).unsqueeze(2).to(X[0].dtype) for v in vectors
         )  # (weights, edits, 1, in or out)
         if gradients:
-            a_bias = _with_tokens(torch.stack(X) * a, a_bias)
-            r_bias = _with_tokens(torch.stack(D) * r, r_bias)
-        return [LowRank(A, B) for A, B in zip(a_bias.unbind(0), r_bias.unbind(0), strict=True)]
+            A, B = _with_tokens(torch.stack(X) * c, A), _with_tokens(torch.stack(D) * r, B)
+        return list(map(LowRank, A, B))
 
 
-def _picked(vectors: Tensor, chosen: list[int]) -> Tensor:
+def _select(vectors: Tensor, indices: list[int]) -> Tensor:
     """Selects weights without an index tensor, which would have to be copied to the device each time."""
     parts = vectors.unbind(0)
-    return vectors if len(chosen) == len(parts) else torch.stack([parts[i] for i in chosen])
+    return vectors if len(indices) == len(parts) else torch.stack([parts[i] for i in indices])
 
 
 def _with_tokens(tokens: Tensor, last: Tensor) -> Tensor:
-    """Concatenates the tokens' rows and the last row, with zero rows between them to get an aligned rank."""
+    """Concatenates the rows of the tokens and the last row, with zero rows between them to get an aligned rank."""
     rank = tokens.shape[2] + 1
     return torch.cat([tokens, F.pad(last, (0, 0, aligned(rank, last) - rank, 0))], dim=2)
 

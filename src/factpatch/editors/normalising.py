@@ -16,7 +16,7 @@ EPSILON = 1e-7  # added to standard deviations
 
 @dataclass(frozen=True)
 class Moments:
-    """The mean and the spread of vectors seen so far."""
+    """The mean and the variance of the vectors that were added so far."""
 
     count: int
     mean: Tensor  # (width,)
@@ -33,9 +33,9 @@ class Moments:
             return self
         x = x.to(self.mean.dtype)
         count, mean = self.count + len(x), x.mean(0)
-        apart = mean - self.mean
-        squares = self.squares + (x - mean).square().sum(0) + apart.square() * (self.count * len(x) / count)
-        return type(self)(count, self.mean + apart * (len(x) / count), squares)
+        difference = mean - self.mean
+        squares = self.squares + (x - mean).square().sum(0) + difference.square() * (self.count * len(x) / count)
+        return type(self)(count, self.mean + difference * (len(x) / count), squares)
 
     @property
     def std(self) -> Tensor:
@@ -57,12 +57,12 @@ def with_gradient(trace: Trace) -> Tensor:
 
 def add_traces(moments: Mapping[str, Moments], traces: Mapping[str, Trace]) -> dict[str, Moments]:
     """Adds traces to the moments of each layer's [u; g], and returns the new moments."""
-    found = dict(moments)
+    sums = dict(moments)
     for name, trace in traces.items():
         both = joined(trace)
-        known = found.get(name) or Moments.empty(both.shape[-1], both)
-        found[name] = known.plus(both[with_gradient(trace)])
-    return found
+        before = sums.get(name) or Moments.empty(both.shape[-1], both)
+        sums[name] = before.plus(both[with_gradient(trace)])
+    return sums
 
 
 def normalised(trace: Trace, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,14 +19,11 @@ class FactInPrompt(EditMethod):
     """Puts the new fact before each input, for evaluation only: there are no weights to change and no patch."""
 
     form: str = "{x} {a}. {input}"
+    name = "prompt"
 
     def __post_init__(self) -> None:
         if not isinstance(self.form, str) or any(self.form.count(part) != 1 for part in ("{x}", "{a}", "{input}")):
             raise InputError(f"expected a form with {{x}}, {{a}} and {{input}}, once each, found {self.form!r}")
-
-    @property
-    def name(self) -> str:
-        return "prompt"
 
     def edits_per_batch(self, model: TaskModel) -> int:
         return 8

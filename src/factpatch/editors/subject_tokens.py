@@ -33,19 +33,20 @@ def locate(model: TaskModel, edits: Sequence[FactEdit], prefixes: Sequence[str] 
     The model must be a decoder, whose prompts are padded on the left.
     """
     texts = [prefix + edit.x for edit in edits for prefix in ("", *prefixes)]
-    owners = [edit for edit in edits for _ in range(1 + len(prefixes))]
+    edit_of_row = [edit for edit in edits for _ in range(1 + len(prefixes))]
     encoded = model.encode(texts, model.max_input_tokens)
-    rows = model.collate(encoded, model.encode_targets([edit.a for edit in owners]))
-    ids = [one["input_ids"] for one in encoded]
-    width = max(map(len, ids))
+    rows = model.collate(encoded, model.encode_targets([edit.a for edit in edit_of_row]))
+    prompts = [one["input_ids"] for one in encoded]
+    width = max(map(len, prompts))
     positions = [
-        width - len(own) + last_subject_token(model, own, edit.subject) for own, edit in zip(ids, owners, strict=True)
+        width - len(prompt) + last_subject_token(model, prompt, edit.subject)
+        for prompt, edit in zip(prompts, edit_of_row, strict=True)
     ]
     return Located(rows, torch.tensor(positions, device=model.device), len(edits))
 
 
 def last_subject_token(model: TaskModel, ids: Sequence[int], subject: str | None) -> int:
-    """Returns the index of the token in which the subject's last occurrence ends; without one, of the last token."""
+    """Returns the index of the token in which the subject's last occurrence ends, or of the last token without one."""
     whole = model.tokenizer.decode(list(ids))
     start = whole.rfind(subject) if subject else -1
     if not subject or start < 0:

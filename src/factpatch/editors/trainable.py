@@ -16,16 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from factpatch.covariance import Covariance
-from factpatch.deltas import Delta, LowRank, unstack
-from factpatch.editors.base import EditMethod
+from factpatch.deltas import Delta
+from factpatch.editors.base import EditMethod, split_stacks
 from factpatch.editors.least_squares import SHRINKAGE, LeastSquares, real_tokens, with_distinct_widths
 from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError, reason
 from factpatch.facts import FactEdit
 from factpatch.files import atomic_folder, read_text, refuse_device
 from factpatch.fingerprints import check_base, hash_tensors
+from factpatch.grouping import keys_by_value
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import padded
+from factpatch.models.rows import in_batches, padded
 from factpatch.patch import Patch, weight_shape
 
 EDITS_PER_BATCH = 32  # on a CPU; 32 edits of BERT-base with 32 tokens need 0.7 GB in float32
@@ -33,7 +34,7 @@ EDITS_PER_BATCH = 32  # on a CPU; 32 edits of BERT-base with 32 tokens need 0.7 
 
 @dataclass(frozen=True)
 class Condition:
-    """The text that an editor reads about each edit, as tokens of the edited model."""
+    """The text that an editor reads about each edit, tokenised by the edited model's tokenizer."""
 
     ids: Tensor  # (edits, tokens)
     lengths: Tensor  # (edits,)
@@ -47,24 +48,27 @@ class EditBatch:
     condition: Condition
 
     def part(self, chosen: slice) -> EditBatch:
-        """Returns the part of the batch with the chosen edits."""
+        """Returns the batch of some of the edits."""
         return EditBatch(self.rows.part(chosen), Condition(self.condition.ids[chosen], self.condition.lengths[chosen]))
 
 
 class TrainableEditor(nn.Module, EditMethod, ABC):
-    """An editor for one model. Subclasses supply `build`, `forward` and `condition_text`.
+    """An editor for one model. Subclasses define `forward` and `condition_text`, and keep the constructor's arguments.
 
-    `name` is the name under which the class is registered. It is saved as the editor's `kind`, so that `load_editor`
-    finds the class that can read the folder.
+    `name` is saved as the editor's `kind`, from which `load_editor` finds the class that can read the folder.
     """
 
-    name: ClassVar[str]  # pyright: ignore[reportIncompatibleMethodOverride] (an attribute may stand for a property)
     config_class: ClassVar[type[Any]]  # a dataclass with defaults for every field
 
-    def __init__(self, shapes: Mapping[str, tuple[int, int]], base: str, config: Any):
-        """`shapes` lists the weights to edit; `base` is the fingerprint of the model they belong to."""
+    def __init__(self, shapes: Mapping[str, tuple[int, int]], embeddings: Tensor, base: str, config: Any):
+        """`shapes` lists the weights to edit; `base` is the fingerprint of the model they belong to.
+
+        `embeddings` is a copy of the model's word embeddings, for subclasses that train them.
+        """
         super().__init__()
         self.shapes = dict(shapes)
+        # Names of the weights by shape, written as in "768x3072".
+        self.weights_of = keys_by_value({name: f"{out}x{in_}" for name, (out, in_) in shapes.items()})
         self.base = base
         self.config = config
         self.log_ridge: nn.Parameter | None
@@ -75,14 +79,9 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
     def for_model(cls, model: TaskModel, config: Any = None, layers: Sequence[str] = ("*",)) -> Self:
         """Creates an untrained editor for the weights whose names match one of the patterns in `layers`."""
         shapes = matching_shapes(model, layers)
-        # A copy: training the editor must not move the model's own embeddings.
+        # A copy: training the editor must not change the model's own embeddings.
         embeddings = model.word_embeddings.detach().float().clone()
-        return cls.build(shapes, embeddings, model.fingerprint, config or cls.config_class()).to(model.device)
-
-    @classmethod
-    @abstractmethod
-    def build(cls, shapes: Mapping[str, tuple[int, int]], embeddings: Tensor, base: str, config: Any) -> Self:
-        """Builds a new editor. `embeddings` is a copy of the model's, which the editor may train."""
+        return cls(shapes, embeddings, model.fingerprint, config or cls.config_class()).to(model.device)
 
     @abstractmethod
     def condition_text(self, edit: FactEdit) -> str:
@@ -90,16 +89,16 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
 
     @abstractmethod
     def forward(self, condition: Condition, traces: Mapping[str, Trace]) -> dict[str, Delta]:
-        """Returns one update per edit as a stack per weight, from the edits' texts and the layers' traces."""
+        """Computes one update per edit from the edits' texts and the layers' traces. Returns one stack per weight."""
 
     def trace(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Trace]:
-        """Captures each layer's trace of the edits, on the unedited model or `under` the changes of earlier updates."""
+        """Captures the traces of the edits in each layer, on the model as it is or `under` earlier updates."""
         layers = {name: model.layers[name] for name in self.shapes}
         with edited(layers, under or {}):
             return capture(layers, lambda: model.losses(batch.rows))
 
     def update(self, model: TaskModel, batch: EditBatch, under: Mapping[str, Delta] | None = None) -> dict[str, Delta]:
-        """Returns one update per edit as a stack per weight, differentiable in the editor's parameters."""
+        """Computes one update per edit, differentiable in the editor's parameters. Returns one stack per weight."""
         if self.least_squares is None:
             return self(batch.condition, self.trace(model, batch, under))
         rows = with_distinct_widths(batch.rows)
@@ -109,15 +108,15 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
     def solve_against(self, covariance: Covariance, ridge: float = 1.0, shrinkage: float = SHRINKAGE) -> None:
         """Switches the editor to updates in least-squares form, which change other answers less.
 
-        `covariance` is computed from ordinary inputs. Larger values of `ridge` protect their answers better, smaller
-        ones the edits; larger values of `shrinkage` generalise better to paraphrases. The editor saves what it needs
-        for this.
+        `covariance` is that of ordinary inputs. A larger `ridge` changes their answers less, and a smaller one makes
+        more edits succeed. With a larger `shrinkage`, edits generalise better to paraphrases. All of this is saved with
+        the editor.
         """
         device = next(self.parameters()).device
         self.least_squares = LeastSquares.fitted(covariance, self.shapes, ridge, shrinkage, device)
 
     def learn_ridge(self) -> nn.Parameter:
-        """Adds log λ of each weight to the parameters; λ weighs control inputs against edits in a merge."""
+        """Adds log λ of each weight to the parameters; in a merge, λ is the weight of control inputs against edits."""
         if self.log_ridge is None:
             device = next(self.parameters()).device
             self.log_ridge = nn.Parameter(torch.zeros(len(self.shapes), device=device))
@@ -140,50 +139,38 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
         return EDITS_PER_BATCH if model.device.type == "cpu" else 4 * EDITS_PER_BATCH
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
-        some = f"{len(self.shapes)} of {len(model.layers)} weights"
-        return {
-            "layers": "all" if len(self.shapes) == len(model.layers) else some,
-            "editor_hash": hash_tensors(self.state_dict()),
-        }
+        edited, all_layers = len(self.shapes), len(model.layers)
+        layers = "all" if edited == all_layers else f"{edited} of {all_layers} weights"
+        return {"layers": layers, "editor_hash": hash_tensors(self.state_dict())}
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def changes(self, model: TaskModel, edits: Sequence[FactEdit]) -> dict[str, Delta]:
         self.prepare(model)
         deltas = self.update(model, self.batch(model, model.resolve(edits)))
         _check_finite(deltas)
         return deltas
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         self.prepare(model)
         edits = model.resolve(edits)
-        patches: list[Patch | None] = [None] * len(edits)
+        patches: dict[int, Patch] = {}
         by_length = sorted(range(len(edits)), key=lambda i: len(edits[i].x))  # less padding
-        size = self.edits_per_batch(model)
-        for start in range(0, len(by_length), size):
-            numbers = by_length[start : start + size]
+        for numbers in in_batches(by_length, self.edits_per_batch(model)):
             batch = [edits[i] for i in numbers]
-            found = self.patches(batch, self.update(model, self.batch(model, batch)))
-            for i, patch in zip(numbers, found, strict=True):
-                patches[i] = patch
-        return [patch for patch in patches if patch is not None]
+            deltas = self.update(model, self.batch(model, batch))
+            patches |= zip(numbers, self.patches(batch, deltas), strict=True)
+        return [patches[i] for i in range(len(edits))]
 
     def patches(self, edits: Sequence[FactEdit], deltas: Mapping[str, Delta]) -> list[Patch]:
-        """Splits stacks into one patch per edit, and drops the zero rows of padding."""
+        """Splits the stacks that `update` returns into one patch per edit, after checking that they are finite."""
         _check_finite(deltas)
-        per_edit = unstack({name: delta for name, delta in deltas.items() if isinstance(delta, LowRank)})
-        ridge = self.ridges()
-        return [Patch({**own}, self.base, self.name, (edit,), ridge) for edit, own in zip(edits, per_edit, strict=True)]
+        return split_stacks(deltas, edits, self.base, self.name, self.ridges())
 
     def prepare(self, model: TaskModel) -> None:
         """Checks that the editor fits the model and moves it to the model's device."""
         self.check_fits(model)
         # Only if needed: moving an LSTM, even to the device it is on, gives its weights a new address in GPU memory,
-        # whereas training steps recorded as CUDA graphs would still read the old one.
-        parameter = next(self.parameters())
-        if parameter.device != model.device:
+        # but training steps recorded as CUDA graphs would still read the old one.
+        if next(self.parameters()).device != model.device:
             self.to(model.device)
 
     def check_fits(self, model: TaskModel) -> None:
@@ -236,7 +223,7 @@ class TrainableEditor(nn.Module, EditMethod, ABC):
             shapes = {name: (out, in_) for name, (out, in_) in saved["weights"].items()}
             with torch.device("meta"):
                 embeddings = next((t for name, t in state.items() if name.endswith("embedding.weight")), torch.empty(0))
-                editor = cls.build(shapes, torch.empty_like(embeddings, device="meta"), saved["base"], config)
+                editor = cls(shapes, torch.empty_like(embeddings, device="meta"), saved["base"], config)
                 if "least_squares" in saved:
                     editor.least_squares = LeastSquares(**saved["least_squares"], shapes=shapes)
             if "log_ridge" in state:
@@ -269,9 +256,9 @@ def matching_shapes(model: TaskModel, patterns: Sequence[str]) -> dict[str, tupl
 
 
 def _check_finite(deltas: Mapping[str, Delta]) -> None:
-    fine = [
+    finite = [
         torch.stack([tensor.isfinite().all() for tensor in delta.tensors.values()]).all() for delta in deltas.values()
     ]
-    for name, is_fine in zip(deltas, torch.stack(fine).tolist(), strict=True):
-        if not is_fine:
+    for name, is_finite in zip(deltas, torch.stack(finite).tolist(), strict=True):
+        if not is_finite:
             raise InputError(f"the update of {name} is not finite; load the model in float32 or bfloat16")

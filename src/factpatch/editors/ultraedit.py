@@ -1,31 +1,32 @@
 """UltraEdit (Gu et al., 2025): a closed-form edit from normalised gradients, without training.
 
-For one weight, with the inputs K (tokens × in) and output gradients of an edit's tokens, and û and ĝ the same after
-normalising by a running mean and standard deviation,
+For one weight, let K (tokens × in) hold the inputs at an edit's tokens. With û and ĝ, a token's input and output
+gradient after normalising by a running mean and standard deviation,
 
     D = −η ‖û‖² ĝ,    ΔW = Dᵀ K (KᵀK + I)⁻¹ = Dᵀ (K Kᵀ + I)⁻¹ K
 
-The second form needs only a system as large as the number of tokens, and is ΔW = Bᵀ A with A = K.
+The second form solves a system that is only as large as the number of tokens, and is ΔW = Bᵀ A with A = K.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from factpatch.data.revisions import Revision, edit_of
-from factpatch.deltas import Delta, LowRank, add, unstack
-from factpatch.editors.base import EditMethod, check_above_zero
+from factpatch.deltas import Delta, LowRank, add
+from factpatch.editors.base import EditMethod, check_above_zero, split_stacks
 from factpatch.editors.layer_choice import chosen_layers
 from factpatch.editors.normalising import Moments, add_traces, normalised, with_gradient
 from factpatch.engine import Trace, capture, edited
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
+from factpatch.models.rows import in_batches
 from factpatch.patch import Patch
 from factpatch.solving import Sums
 
@@ -41,32 +42,22 @@ class UltraEdit(EditMethod):
     lr: float = 1e-6  # η
     turn: int = 100  # edits of one turn, if many facts are edited together
     _moments: Mapping[str, Moments] = field(default_factory=dict, repr=False)  # of a sample of edits, by weight
+    name = "ultraedit"
     needs_sample = True
 
     def __post_init__(self) -> None:
         check_above_zero(self, "lr", "turn")
 
-    @property
-    def name(self) -> str:
-        return "ultraedit"
-
     def edits_per_batch(self, model: TaskModel) -> int:
         return EDITS_PER_BATCH
 
-    def describe(self, model: TaskModel) -> dict[str, Any]:
-        return {"layers": self.layers, "lr": self.lr, "turn": self.turn}
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def calibrated(self, model: TaskModel, sample: Sequence[Revision]) -> Self:
         edits = [edit_of(revision) for revision in sample if revision.alternatives][:SAMPLE]
         moments: dict[str, Moments] = {}
-        for start in range(0, len(edits), EDITS_PER_BATCH):
-            moments = add_traces(moments, self._trace(model, edits[start : start + EDITS_PER_BATCH]))
+        for batch in in_batches(edits, EDITS_PER_BATCH):
+            moments = add_traces(moments, self._trace(model, batch))
         return replace(self, _moments=moments)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def changes(self, model: TaskModel, edits: Sequence[FactEdit]) -> dict[str, Delta]:
         if not self._moments:
             raise InputError("ultraedit normalises gradients by those of other edits; calibrate it on some revisions")
@@ -76,39 +67,34 @@ class UltraEdit(EditMethod):
         }
 
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
-        edits = model.resolve(edits)
         patches: list[Patch] = []
-        for start in range(0, len(edits), EDITS_PER_BATCH):
-            batch = edits[start : start + EDITS_PER_BATCH]
-            stacks = {n: d for n, d in self.changes(model, batch).items() if isinstance(d, LowRank)}
-            for edit, own in zip(batch, unstack(stacks), strict=True):
-                patches.append(Patch({**own}, model.fingerprint, self.name, (edit,)))
+        for batch in in_batches(model.resolve(edits), EDITS_PER_BATCH):
+            patches += split_stacks(self.changes(model, batch), batch, model.fingerprint, self.name)
         return patches
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def propose_together(self, model: TaskModel, edits: Sequence[FactEdit]) -> Patch:
         edits = model.resolve(edits)
         moments: dict[str, Moments] = {}
         total: dict[str, Delta] = {}
-        for start in range(0, len(edits), self.turn):
-            turn = edits[start : start + self.turn]
-            parts = [turn[i : i + EDITS_PER_BATCH] for i in range(0, len(turn), EDITS_PER_BATCH)]
-            traces = [self._trace(model, part, total) for part in parts]
-            for part in traces:
-                moments = add_traces(moments, part)
+        for turn in in_batches(edits, self.turn):
+            traces = [self._trace(model, batch, total) for batch in in_batches(turn, EDITS_PER_BATCH)]
+            for batch_traces in traces:
+                moments = add_traces(moments, batch_traces)
             for name in traces[0]:
-                change = self._joint_change(name, [part[name] for part in traces], moments[name])
+                change = self._joint_change(name, [batch_traces[name] for batch_traces in traces], moments[name])
                 total[name] = add(total[name], change) if name in total else change
         return Patch(total, model.fingerprint, self.name, tuple(edits))
 
     def _trace(
         self, model: TaskModel, edits: Sequence[FactEdit], under: Mapping[str, Delta] | None = None
     ) -> dict[str, Trace]:
-        """Captures each layer's inputs and output gradients, unedited or under one change for all edits."""
-        layers: Mapping[str, nn.Module] = chosen_layers(model, self.layers)
+        """Captures each layer's inputs and output gradients, on the model as it is or `under` changes for all edits."""
+        layers = chosen_layers(model, self.layers)
         rows = model.rows([edit.x for edit in edits], [edit.a for edit in edits])
-        stacks = {name: _as_stack(delta) for name, delta in (under or {}).items()}
+        stacks = {  # with one entry each
+            name: replace(delta, **{key: tensor[None] for key, tensor in delta.tensors.items()})
+            for name, delta in (under or {}).items()
+        }
         with edited(layers, stacks):
             return capture(layers, lambda: model.losses(rows))
 
@@ -133,7 +119,3 @@ class UltraEdit(EditMethod):
         identity = torch.eye(sums.width, dtype=torch.float64, device=traces[0].X.device)
         (change,) = sums.solve(identity, {name: 1.0}, edits=1).values()
         return replace(change, **{key: tensor.to(traces[0].X.dtype) for key, tensor in change.tensors.items()})
-
-
-def _as_stack(delta: Delta) -> Delta:
-    return replace(delta, **{key: tensor[None] for key, tensor in delta.tensors.items()})

@@ -1,7 +1,7 @@
 """Attention for short texts: self-attention and cross-attention.
 
-One program computes one row and head: queries (Q, width), keys and values (K, width). No intermediate result is written
-to memory; the backward pass computes the attention weights again.
+One program computes one row and head: queries (Q, width), keys and values (K, width). Intermediate results are never
+written to memory; the backward pass computes the attention weights again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 WARPS = (1, 2)  # warps per 1024 values of a tile, in the forward and in the backward pass
-NEVER = tl.constexpr(-1e30)  # score of masked keys; finite, so that rows with only masked keys give no NaN
+NEVER = tl.constexpr(-1e30)  # score of masked keys; finite, so that queries whose keys are all masked give no NaN
 
 
 @triton.jit
@@ -85,11 +85,11 @@ def _attend_back(
     g_weights = tl.dot(g_, tl.trans(v_))
     g_scores = weights * (g_weights - tl.sum(weights * g_weights, 1)[:, None]) * scale
     g_scores, weights = g_scores.to(q_.dtype), weights.to(q_.dtype)
-    first = heads * width
-    of_queries, of_keys = row * queries * first + head * width, row * keys * first + head * width
-    _write(tl.dot(g_scores, k_), g_q + of_queries, first, queries, width, Q, WIDTH)
-    _write(tl.dot(tl.trans(g_scores), q_), g_k + of_keys, first, keys, width, K, WIDTH)
-    _write(tl.dot(tl.trans(weights), g_), g_v + of_keys, first, keys, width, K, WIDTH)
+    stride = heads * width  # of a token
+    of_queries, of_keys = row * queries * stride + head * width, row * keys * stride + head * width
+    _write(tl.dot(g_scores, k_), g_q + of_queries, stride, queries, width, Q, WIDTH)
+    _write(tl.dot(tl.trans(g_scores), q_), g_k + of_keys, stride, keys, width, K, WIDTH)
+    _write(tl.dot(tl.trans(weights), g_), g_v + of_keys, stride, keys, width, K, WIDTH)
 
 
 class ShortAttention(torch.autograd.Function):
@@ -108,9 +108,9 @@ class ShortAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask = ctx.saved_tensors
         g = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
-        found = tuple(x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v))
-        _launch(_attend_back, (*found, g), (g, q, k, v), mask, ctx.scale, ctx.causal, WARPS[1])
-        return (*(x.transpose(1, 2) for x in found), None, None, None)
+        results = tuple(x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v))
+        _launch(_attend_back, (*results, g), (g, q, k, v), mask, ctx.scale, ctx.causal, WARPS[1])
+        return (*(x.transpose(1, 2) for x in results), None, None, None)
 
 
 def _launch(
@@ -130,10 +130,10 @@ def _launch(
     keys = like[2].shape[2]
     Q, K, WIDTH = (max(16, triton.next_power_of_2(size)) for size in (queries, keys, width))
     strides = [stride for tensor in like for stride in tensor.stride()[:3]]
-    seen = (0, 0, 0) if mask is None else (mask.stride(0), mask.stride(2), mask.stride(3))
+    mask_strides = (0, 0, 0) if mask is None else (mask.stride(0), mask.stride(2), mask.stride(3))
     with torch.cuda.device_of(like[1]):
         kernel[(rows * heads,)](
-            *first, *like[1:], like[1] if mask is None else mask.view(torch.uint8), *strides, *seen, heads, queries,
-            keys, scale, width=width, Q=Q, K=K, WIDTH=WIDTH, MASKED=mask is not None, CAUSAL=causal,
+            *first, *like[1:], like[1] if mask is None else mask.view(torch.uint8), *strides, *mask_strides, heads,
+            queries, keys, scale, width=width, Q=Q, K=K, WIDTH=WIDTH, MASKED=mask is not None, CAUSAL=causal,
             num_warps=min(8, warps * max(1, max(Q, K) * WIDTH // 1024)),
         )  # fmt: skip

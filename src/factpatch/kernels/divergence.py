@@ -1,7 +1,7 @@
 """KL divergence between two distributions over a vocabulary, computed from their logits.
 
-In the forward pass one program reads both rows of one position twice; in the backward pass several programs share a row
-and read it once. The gradient is the only result of the vocabulary's width that is written.
+In the forward pass, one program reads the logits of one position twice. In the backward pass, several programs share a
+position and read its logits once. Of the results, only the gradient is as wide as the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NEVER = tl.constexpr(-1e30)  # logit of impossible tokens; finite, as infinities
 
 @triton.jit
 def _read(logits, column, width):
-    found = tl.load(logits + column, mask=column < width, other=NEVER).to(tl.float32)
-    return tl.maximum(found, NEVER, propagate_nan=tl.PropagateNan.ALL)
+    values = tl.load(logits + column, mask=column < width, other=NEVER).to(tl.float32)
+    return tl.maximum(values, NEVER, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -44,12 +44,12 @@ def _divergence(out, sums_p, sums_q, p, q, p_row, q_row, width, BLOCK: tl.conste
     p += row * p_row
     q += row * q_row
     sum_p, sum_q = _log_sum(p, width, BLOCK), _log_sum(q, width, BLOCK)
-    found = tl.zeros((BLOCK,), tl.float32)
+    terms = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
         log_p, log_q = _read(p, start + column, width) - sum_p, _read(q, start + column, width) - sum_q
         p_, q_ = tl.exp(log_p), tl.exp(log_q)
-        found += p_ * (log_p - log_q) - p_ + q_  # the sum of − p + q is zero; these terms cancel rounding errors
-    tl.store(out + row, tl.sum(found, 0))
+        terms += p_ * (log_p - log_q) - p_ + q_  # the sum of − p + q is zero; these terms cancel rounding errors
+    tl.store(out + row, tl.sum(terms, 0))
     tl.store(sums_p + row, sum_p)
     tl.store(sums_q + row, sum_q)
 
@@ -60,8 +60,8 @@ def _divergence_back(g_q, g, sums_p, sums_q, p, q, g_row, p_row, q_row, width, B
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     p_ = tl.exp(_read(p + row * p_row, column, width) - tl.load(sums_p + row))
     q_ = tl.exp(_read(q + row * q_row, column, width) - tl.load(sums_q + row))
-    found = tl.load(g + row) * (q_ - p_)
-    tl.store(g_q + row * g_row + column, found.to(g_q.dtype.element_ty), mask=column < width)
+    gradient = tl.load(g + row) * (q_ - p_)
+    tl.store(g_q + row * g_row + column, gradient.to(g_q.dtype.element_ty), mask=column < width)
 
 
 class Divergence(torch.autograd.Function):

@@ -16,11 +16,11 @@ def _norm(out, x, weight, bias, means, scales, width, epsilon, WIDTH: tl.constex
     inside = column < width
     x_ = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(x_, 0) / width
-    apart = tl.where(inside, x_ - mean, 0.0)
-    scale = 1 / tl.sqrt(tl.sum(apart * apart, 0) / width + epsilon)
+    centred = tl.where(inside, x_ - mean, 0.0)
+    scale = 1 / tl.sqrt(tl.sum(centred * centred, 0) / width + epsilon)
     weight_ = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     bias_ = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (apart * scale * weight_ + bias_).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + column, (centred * scale * weight_ + bias_).to(out.dtype.element_ty), mask=inside)
     tl.store(means + row, mean)
     tl.store(scales + row, scale)
 
@@ -34,8 +34,8 @@ def _norm_back(g_x, g, x, weight, means, scales, width, WIDTH: tl.constexpr):
     g_ = tl.load(g + row * width + column, mask=inside, other=0.0).to(tl.float32)
     g_ *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     normed = tl.where(inside, (x_ - mean) * scale, 0.0)
-    found = (g_ - tl.sum(g_, 0) / width - normed * (tl.sum(g_ * normed, 0) / width)) * scale
-    tl.store(g_x + row * width + column, found.to(g_x.dtype.element_ty), mask=inside)
+    gradient = (g_ - tl.sum(g_, 0) / width - normed * (tl.sum(g_ * normed, 0) / width)) * scale
+    tl.store(g_x + row * width + column, gradient.to(g_x.dtype.element_ty), mask=inside)
 
 
 class Norm(torch.autograd.Function):

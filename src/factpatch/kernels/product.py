@@ -1,7 +1,7 @@
 """A linear layer under low-rank edits.
 
-One program computes a tile of one edit's output: the layer's own product and the factors' product together, so that
-adding them needs no extra pass over memory.
+One program computes a tile of one edit's output. It computes the layer's own product and the factors' product together,
+so that adding them needs no extra pass over memory.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def _edited_product(
         weight_at += IN * weight_in
         A_at += IN
     left_ = lefts.to(x.dtype.element_ty)
-    ours = (out_ < outputs)[None, :]
+    in_outputs = (out_ < outputs)[None, :]
     B_at = B + edit * rank * outputs + rank_[:, None] * outputs + out_[None, :]
-    sums = tl.dot(left_, tl.load(B_at, mask=ours & (rank_[:, None] < rank), other=0.0), sums)
+    sums = tl.dot(left_, tl.load(B_at, mask=in_outputs & (rank_[:, None] < rank), other=0.0), sums)
     if BIASED:
         sums += tl.load(bias + out_ % outputs).to(tl.float32)[None, :]
     rows = (edit * tokens + token)[:, None]
     inside = (token < tokens)[:, None]
-    tl.store(out + rows * outputs + out_[None, :], sums.to(x.dtype.element_ty), inside & ours)
+    tl.store(out + rows * outputs + out_[None, :], sums.to(x.dtype.element_ty), inside & in_outputs)
     if column == 0:
         tl.store(left + rows * rank + rank_[None, :], left_, inside & (rank_ < rank)[None, :])
 

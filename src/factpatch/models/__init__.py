@@ -30,11 +30,13 @@ from factpatch.models.untrusted import check_folder
 
 __all__ = ["Causal", "Classifier", "Rows", "Seq2Seq", "TaskModel", "TextModel", "editable_layers", "load_model"]
 
-DROPOUTS = ("dropout", "dropout_rate", "hidden_dropout_prob", "resid_pdrop")  # names of the dropout rate in configs
 TASKS = ("classify", "answer")
-MAX_LAYERS, MAX_SIZE = 10_000, 2**31
+HELD_OUT = "held-out.json"  # in the model's folder: the ids of the records that `fit` did not train on
+
+# Keys of config.json: the names of the dropout rate, and the endings of the names of sizes.
+DROPOUTS = ("dropout", "dropout_rate", "hidden_dropout_prob", "resid_pdrop")
 SIZES = ("size", "layers", "heads", "dim", "embeddings", "width", "model", "embd", "layer", "head", "positions", "ff")
-HELD_OUT = "held-out.json"  # which records `fit` kept out of training
+MAX_LAYERS, MAX_SIZE = 10_000, 2**31
 
 
 def load_model(
@@ -61,13 +63,14 @@ def load_model(
     template = None if template is None else parse_template(template) or ""
     target_device = find_device(device)
     source, local = _source(name)
-    loaded, absent = _read_model(source, local, task, labels, dropout)
-    if task is None and absent:
-        raise ModelError(f"{name} lacks {len(absent)} weights of its model, such as {absent[0]}; fine-tune it first")
+    loaded, missing = _read_model(source, local, task, labels, dropout)
+    if task is None and missing:
+        raise ModelError(f"{name} lacks {len(missing)} weights of its model, such as {missing[0]}; fine-tune it first")
     _set_template(loaded, Path(source) if local else None, template, refitted=task is not None)
-    if wrong := [key for key in absent if key in loaded.layers]:
+    if in_blocks := [key for key in missing if key in loaded.layers]:
         raise ModelError(
-            f"{name} lacks {len(wrong)} weights of its transformer blocks, such as {wrong[0]}; it may be incomplete"
+            f"{name} lacks {len(in_blocks)} weights of its transformer blocks, such as {in_blocks[0]}; "
+            "it may be incomplete"
         )
     loaded.held_out = _read_held_out(Path(source) / HELD_OUT) if local else None
     if dtype is None and loaded.model.dtype == torch.float16:
@@ -83,10 +86,10 @@ def load_model(
 def _try_out(model: TaskModel, name: str | Path) -> None:
     """Runs two short texts through the model. Raises a ModelError if its settings do not fit its weights."""
     try:
-        inputs = model.padded_inputs(model.encode(["?", "? ?"]))  # of unequal length: one is padded
+        inputs = model.padded_inputs(model.encode(["?", "? ?"]))  # two lengths, so that one is padded
         if model.model.config.is_encoder_decoder:
             inputs["decoder_input_ids"] = inputs["input_ids"]
-        finite = model.model(**inputs).logits[-1].isfinite().all()  # of the text without padding
+        finite = model.model(**inputs).logits[-1].isfinite().all()  # for the text without padding
     except Exception as error:  # what a damaged config.json leads to depends on the architecture
         raise ModelError(f"the model in {name} does not run ({reason(error)}); check its config.json") from error
     if not finite:
@@ -98,16 +101,17 @@ def _read_model(
 ) -> tuple[TaskModel, list[str]]:
     """Reads a model in the precision it is stored in, and lists the weights that are missing from its files."""
     options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
-    unpacking: dict[str, Any] = {}
+    model_options: dict[str, Any] = {}
     place = source if local else f"{source}: there is no such folder, and the hub has no such model"
-    if local and (file := find_gguf(Path(source))):
-        check_gguf(file)
-        source, options["gguf_file"], unpacking = str(file.parent), file.name, dequantized()
+    gguf = find_gguf(Path(source)) if local else None
+    if gguf:
+        check_gguf(gguf)
+        source, options["gguf_file"], model_options = str(gguf.parent), gguf.name, dequantized()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         config = AutoConfig.from_pretrained(source, **options)
-        if "gguf_file" in options and not config.architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if gguf and not config.architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]  # GGUF files do not name it
         _check_sizes(config)
         kind = kind_of(config, task)
@@ -121,9 +125,9 @@ def _read_model(
             ignore_mismatched_sizes=labels is not None,
             output_loading_info=True,
             **options,
-            **unpacking,
+            **model_options,
         )
-        if "gguf_file" in options:
+        if gguf:
             make_plain(model)
         loaded = kind(model, tokenizer)
         _check_tokens(loaded)
@@ -138,19 +142,22 @@ def _read_model(
 
 
 def _check_tokens(model: TaskModel) -> None:
-    """Raises a ModelError if the tokenizer's vocabulary has tokens without an embedding; added tokens may have none."""
-    known = model.tokenizer.get_vocab()
+    """Raises a ModelError if the model lacks embeddings for the tokenizer's tokens, other than added ones."""
     added: dict[str, int] = model.tokenizer.get_added_vocab()  # pyright: ignore[reportOptionalCall]
-    highest, rows = max(number for token, number in known.items() if token not in added), len(model.word_embeddings)
-    if highest >= rows:
+    highest = max(number for token, number in model.tokenizer.get_vocab().items() if token not in added)
+    embeddings = len(model.word_embeddings)
+    if highest >= embeddings:
         raise ModelError(
-            f"the tokenizer's highest token id is {highest}, but the model has {rows} embeddings; "
+            f"the tokenizer's highest token id is {highest}, but the model has {embeddings} embeddings; "
             "use the tokenizer that belongs to the model"
         )
 
 
 def _set_template(model: TaskModel, folder: Path | None, template: str | None, refitted: bool) -> None:
-    """Sets a decoder's template: the given one, "" for none, or by default the one in its folder."""
+    """Sets a decoder's template: the given one, none if it is "", or the one that the folder records if it is None.
+
+    Raises a MismatchError if the folder records another one, unless the model is about to be `refitted`.
+    """
     if not isinstance(model, Causal):
         if template is not None:
             raise InputError(f"only decoders have a template, and this model is a {model.kind}; leave out --template")
@@ -176,8 +183,8 @@ def _check_sizes(config: PretrainedConfig) -> None:
 
 def _adapt_config(config: PretrainedConfig, labels: Sequence[str] | None, dropout: float | None) -> None:
     config.dtype = None  # load the weights in the precision they are stored in, whatever the config says
-    own = sorted(normalize(str(label)) for label in (config.id2label or {}).values())
-    if labels and own != sorted(map(normalize, labels)):  # a head with the same labels keeps their order
+    known = sorted(normalize(str(label)) for label in (config.id2label or {}).values())
+    if labels and known != sorted(map(normalize, labels)):  # a head with the same labels keeps their order
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: i for i, label in enumerate(labels)}
     for key in DROPOUTS if dropout is not None else ():
@@ -219,25 +226,21 @@ def _source(name: str | Path) -> tuple[str, bool]:
     """Returns the name or path to give to transformers, and whether it is a local folder or file."""
     given = str(name)
     if given.startswith(hub.PREFIX):
-        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", found := given.removeprefix(hub.PREFIX)):
+        if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", hub_name := given.removeprefix(hub.PREFIX)):
             raise ModelError(f"{given} is not a name on the hub; write {hub.PREFIX}OWNER/NAME")
-        return found, False
+        return hub_name, False
     path = world.MODEL if name == "world" else Path(name).expanduser()
-    if path.is_dir() or find_gguf(path):
-        _refuse_unfinished(path)
-        if path.is_dir():
-            check_folder(path)
+    if path.is_dir():
+        if any((path / "checkpoint").glob("step-*")):  # a killed run may have written only some of the model's files
+            raise ModelError(f"the run of factpatch fit in {path} is not finished; resume it with --resume")
+        check_folder(path)
+        return str(path), True
+    if find_gguf(path):
         return str(path), True
     looks_like_path = isinstance(name, Path) or given.startswith((".", "/", "~")) or given.count("/") > 1
-    in_a_folder = "/" in given and path.parent.exists()  # a missing folder, not somebody's model
-    if looks_like_path or in_a_folder or path.exists():
+    in_existing_folder = "/" in given and path.parent.exists()  # more likely a mistyped path than a name on the hub
+    if looks_like_path or in_existing_folder or path.exists():
         raise ModelError(
             f"expected a model folder, found none at {name}; check the path, or write {hub.PREFIX}OWNER/NAME"
         )
     return given, False
-
-
-def _refuse_unfinished(folder: Path) -> None:
-    """Raises a ModelError for the folder of a `fit` that was killed, perhaps with only some of the model's files."""
-    if any((folder / "checkpoint").glob("step-*")):
-        raise ModelError(f"the run of factpatch fit in {folder} is not finished; resume it with --resume")

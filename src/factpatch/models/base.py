@@ -15,13 +15,13 @@ from factpatch.backends import no_cudnn_attention
 from factpatch.engine import edited
 from factpatch.errors import InputError, ModelError
 from factpatch.facts import FactEdit, same
-from factpatch.models.rows import Encoded, Rows, padded
+from factpatch.models.rows import Encoded, Rows, in_batches, padded
 from factpatch.models.stored import StoredModel, exclusive
 from factpatch.patch import Patch, stack_patches
 
-# Padded tokens per inference batch: enough to keep the device busy, few enough to fit beside a base-sized model.
+# Tokens per inference batch, padding included: enough to keep the device busy, few enough to fit beside a base model.
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 262_144}
-MOST_SPECIAL_TOKENS = 8  # upper bound on the special tokens that a tokenizer adds to a text
+MOST_SPECIAL_TOKENS = 8  # a tokenizer adds at most this many special tokens to a text
 MAX_PREDICTION_TOKENS = 4096  # limit for a prediction given by the user: editors read it, and each token needs memory
 PATCHES_PER_BATCH = 32  # different patches in one forward pass
 
@@ -39,17 +39,17 @@ class TaskModel(StoredModel):
     beams: ClassVar[int] = 1  # width of the beam search
     near_ties: ClassVar[bool] = True  # whether rounding in bf16 can change which of several close outputs wins
     auto_class: ClassVar[Any]  # the transformers class that loads such a model
-    most_added_tokens: int = MOST_SPECIAL_TOKENS  # upper bound on the tokens of an encoded text that are not its own
+    most_added_tokens: int = MOST_SPECIAL_TOKENS  # encoding adds at most this many tokens to those of the text itself
     held_out: frozenset[str] | None = None  # ids of the records that `fit` did not train on, if it made this model
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         super().__init__(model, tokenizer)
-        known = model.get_input_embeddings().weight.shape[0]  # tokenizers can have more tokens, such as an added one
-        if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= known:
-            fill = model.config.pad_token_id if model.config.pad_token_id is not None else tokenizer.eos_token_id
-            if fill is None:
+        embeddings = len(self.word_embeddings)  # a tokenizer can have more tokens, such as added ones
+        if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= embeddings:
+            padding = model.config.pad_token_id if model.config.pad_token_id is not None else tokenizer.eos_token_id
+            if padding is None:
                 raise ModelError("the tokenizer has neither a padding nor an end token; give it one and save it")
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(fill)
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
         if model.config.pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
         self.max_input_tokens = _input_limit(model, tokenizer)
@@ -139,15 +139,15 @@ class TaskModel(StoredModel):
     @no_cudnn_attention()
     def candidates_encoded(self, encoded: Sequence[Encoded], count: int = 5) -> list[list[str]]:
         """Returns the `count` best outputs for each encoded text, computed in batches of texts of similar length."""
-        found: list[list[str]] = [[] for _ in encoded]
+        ranked: list[list[str]] = [[] for _ in encoded]
         for batch in self.batches([len(one["input_ids"]) for one in encoded], self.sequences(count)):
             decided = self._decide_in_parts([encoded[i] for i in batch], count)
             for i, outputs in zip(batch, decided, strict=True):
-                found[i] = outputs
-        return found
+                ranked[i] = outputs
+        return ranked
 
     def _decide_in_parts(self, encoded: Sequence[Encoded], count: int) -> list[list[str]]:
-        """Decides a whole batch, or its halves if it does not fit into the GPU's memory."""
+        """Decides a batch as a whole or, if it does not fit into the GPU's memory, in halves."""
         try:
             return self.decide(self.collate(encoded), count, edits=1)
         except torch.cuda.OutOfMemoryError:
@@ -171,10 +171,10 @@ class TaskModel(StoredModel):
         for patch in {id(patch): patch for patch in patches}.values():
             patch.check_fits(self)
         answers: list[str] = []
-        for start in range(0, len(inputs), PATCHES_PER_BATCH):
-            part = slice(start, start + PATCHES_PER_BATCH)
-            with edited(self.layers, stack_patches(patches[part], self.layers)):
-                answers += [ranked[0] for ranked in self.decide(self.rows(inputs[part]), edits=len(inputs[part]))]
+        for batch in in_batches(list(zip(patches, inputs, strict=True)), PATCHES_PER_BATCH):
+            with edited(self.layers, stack_patches([patch for patch, _ in batch], self.layers)):
+                decided = self.decide(self.rows([text for _, text in batch]), edits=len(batch))
+            answers += [ranked[0] for ranked in decided]
         return answers
 
     def rows(self, inputs: Sequence[str], targets: Sequence[str] | None = None) -> Rows:
@@ -182,7 +182,7 @@ class TaskModel(StoredModel):
         return self.collate(self.encode(inputs), None if targets is None else self.encode_targets(targets))
 
     def encode(self, texts: Sequence[str], limit: int | None = None) -> list[Encoded]:
-        """Tokenises each text without padding. `limit` is the number of tokens after which texts are truncated."""
+        """Tokenises each text without padding, and truncates texts of more than `limit` tokens."""
         if not texts:
             return []
         if limit is not None and limit <= (special := self.tokenizer.num_special_tokens_to_add()):
@@ -200,8 +200,8 @@ class TaskModel(StoredModel):
 
     def padded_inputs(self, encoded: Sequence[Encoded]) -> dict[str, Tensor]:
         """Pads encoded texts on the right and returns the arguments of the model's forward pass."""
-        fills = {"input_ids": self.tokenizer.pad_token_id or 0}
-        return {key: padded([one[key] for one in encoded], fills.get(key, 0), self.device) for key in encoded[0]}
+        padding = {"input_ids": self.tokenizer.pad_token_id or 0}
+        return {key: padded([one[key] for one in encoded], padding.get(key, 0), self.device) for key in encoded[0]}
 
     def sequences(self, count: int) -> int:
         """Returns the number of sequences that the model follows per text to find its `count` best outputs."""
@@ -212,7 +212,8 @@ class TaskModel(StoredModel):
     ) -> Iterator[list[int]]:
         """Groups texts, given their lengths in tokens, into batches of a size that suits the device, longest first.
 
-        `tokens` is the number of tokens per batch, by type of device.
+        `sequences` is the number of sequences that the model follows per text, and `tokens` the number of tokens per
+        batch, by type of device.
         """
         budget = tokens.get(self.device.type, tokens["cpu"])
         if self.device.type == "cuda":  # GPU memory must hold the scores of all sequences over the vocabulary
@@ -236,8 +237,8 @@ class TaskModel(StoredModel):
         """Returns the number of tokens of a text, or 0 if it is so short that the model can certainly read it."""
         # An ASCII character becomes at most one token and any other at most 18 (some normalise to whole phrases), so
         # most texts are known to fit without tokenising them.
-        fits_surely = (1 if text.isascii() else 18) * len(text) + self.most_added_tokens <= self.max_input_tokens
-        return 0 if fits_surely else self.lengths([text])[0]
+        certainly_fits = (1 if text.isascii() else 18) * len(text) + self.most_added_tokens <= self.max_input_tokens
+        return 0 if certainly_fits else self.lengths([text])[0]
 
     def _check(self, text: str, tokens: int) -> None:
         if not text.strip():
@@ -250,17 +251,17 @@ class TaskModel(StoredModel):
 
     def encode_readable(self, texts: Sequence[str]) -> dict[str, Encoded]:
         """Encodes the texts that are neither empty nor too long for the model, and drops all others."""
-        there = [text for text in dict.fromkeys(texts) if text.strip()]
-        encoded = zip(there, self.encode(there), strict=True)
+        distinct = [text for text in dict.fromkeys(texts) if text.strip()]
+        encoded = zip(distinct, self.encode(distinct), strict=True)
         return {text: one for text, one in encoded if len(one["input_ids"]) <= self.max_input_tokens}
 
     def resolve(self, edits: Sequence[FactEdit]) -> list[FactEdit]:
         """Checks the edits and fills in the model's own prediction where `y` is missing."""
         resolved: list[FactEdit] = []
-        for found in self.resolve_each(edits):
-            if isinstance(found, InputError):
-                raise found
-            resolved.append(found)
+        for edit in self.resolve_each(edits):
+            if isinstance(edit, InputError):
+                raise edit
+            resolved.append(edit)
         return resolved
 
     def resolve_each(self, edits: Sequence[FactEdit]) -> list[FactEdit | InputError]:
@@ -294,12 +295,11 @@ def _with_prediction(edit: FactEdit, prediction: str | None) -> FactEdit | Input
 
 def _input_limit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Returns the longest input in tokens that position embeddings and tokenizer allow, or 1024 without a limit."""
+    limit = tokenizer.model_max_length
     positions = getattr(model.config, "max_position_embeddings", None)
-    embeddings = next((m for n, m in model.named_modules() if n.endswith("position_embeddings")), None)
-    offset = getattr(embeddings, "padding_idx", None)
-    limits = [tokenizer.model_max_length]
     if positions is not None and positions > 0:
+        embeddings = next((m for n, m in model.named_modules() if n.endswith("position_embeddings")), None)
+        padding = getattr(embeddings, "padding_idx", None)
         # RoBERTa and its relatives start counting positions after the padding index.
-        limits.append(positions - (offset + 1 if offset is not None else 0))
-    limit = min(limits)
+        limit = min(limit, positions if padding is None else positions - padding - 1)
     return limit if limit < 1_000_000 else 1024

@@ -1,8 +1,8 @@
 """Beam search with the same results as `generate`, but faster on large batches of short answers.
 
 `generate` makes a dozen passes over the scores of the whole vocabulary per step, and keeps all rows of a batch until
-the last one is finished. Here the scores are read twice per step, to normalise and to find the best, finished rows
-leave the batch, and the host synchronises with the device once per step. The rules are those of transformers:
+the last one is finished. Here the scores are read only twice per step, to normalise them and to find the best. Finished
+rows leave the batch, and the host waits for the device only once per step. The rules are those of transformers:
 2 · beams candidates per step, scores divided by length ** length_penalty, and `early_stopping`.
 """
 
@@ -41,21 +41,21 @@ _INERT = {
 
 def supports(config: GenerationConfig) -> bool:
     """Returns True if this search supports these settings, and so gives the same answers as `generate`."""
-    inert = all(getattr(config, name, None) in values for name, values in _INERT.items())
-    single_words = all(len(word) == 1 for word in config.bad_words_ids or [])
-    return inert and single_words and config.early_stopping in (True, False, None) and _has_one_end_token(config)
+    banned_words, end_tokens = config.bad_words_ids or [], _end_tokens(config)
+    return (
+        all(getattr(config, name, None) in values for name, values in _INERT.items())
+        and config.early_stopping in (True, False, None)
+        and config.decoder_start_token_id is not None
+        and config.eos_token_id is not None
+        and len(end_tokens) == 1
+        and end_tokens not in banned_words
+        and all(len(word) == 1 for word in banned_words)
+    )
 
 
 def gives_probabilities(config: GenerationConfig) -> bool:
     """Returns True if scores are log-probabilities of whole sequences: no first token is forced, none is left out."""
     return supports(config) and config.forced_bos_token_id is None and not config.renormalize_logits
-
-
-def _has_one_end_token(config: GenerationConfig) -> bool:
-    """Returns True if there are a start token and a single end token, which is not a banned word."""
-    if config.eos_token_id is None or config.decoder_start_token_id is None or len(_end_tokens(config)) > 1:
-        return False
-    return _end_tokens(config) not in (config.bad_words_ids or [])
 
 
 @dataclass
@@ -70,11 +70,11 @@ class _Beams:
     improvable: Tensor  # (B, 1)       whether a running sequence may still beat a finished one
     row: Tensor  # (B,)                index of the row in the original batch
 
-    def take(self, rows: Tensor) -> _Beams:
+    def select(self, rows: Tensor) -> _Beams:
         return _Beams(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
-class Found(NamedTuple):
+class BestSequences(NamedTuple):
     """The best sequences of each row, best first."""
 
     sequences: Tensor  # (rows, beams, 1 + tokens)  padded, with the start token in front
@@ -88,8 +88,8 @@ def beam_search(
     edits: int | None = None,
     stop: Stop | None = None,
     count: int | None = None,
-) -> Found:
-    """Finds the best sequences of each row. Only the best `count` of them are needed, by default all.
+) -> BestSequences:
+    """Finds the best sequences of each row. The search may end once the best `count` are known, by default all.
 
     A sequence ends where `stop` says so, by default with the end token. With `edits`, finished rows leave the batch.
     """
@@ -98,9 +98,10 @@ def beam_search(
     stop = stop or (lambda _, token: token.eq(end))
     steps.start(beams)
     state = _start(steps.rows, beams, limit, config, steps.device)
-    banned = torch.tensor(_banned(config), dtype=torch.long, device=steps.device)
+    banned_tokens = [word[0] for word in config.bad_words_ids or []] + list(config.suppress_tokens or [])
+    banned = torch.tensor(banned_tokens, dtype=torch.long, device=steps.device)
     banned_first = torch.tensor(config.begin_suppress_tokens or [], dtype=torch.long, device=steps.device)
-    found = Found(state.finished.clone(), state.finished_scores.clone())
+    best = BestSequences(state.finished.clone(), state.finished_scores.clone())
     for length in range(1, limit):
         logits = steps.next(state.running[:, :, length - 1].flatten())  # (B·K, vocabulary), first (B, ...)
         if length == 1 and len(banned_first):
@@ -111,17 +112,17 @@ def beam_search(
         all_done, stay = rows_that_stay(done, edits)
         if all_done:
             break
-        keep = torch.arange(len(done), device=done.device) if stay is None else stay
+        kept = torch.arange(len(done), device=done.device) if stay is None else stay
         if stay is not None:
-            _keep(found, state)
-            state = state.take(stay)
-        steps.select((keep[:, None] * beams + origin[keep]).flatten(), fewer=stay is not None)
-    _keep(found, state)
-    return found
+            _record(best, state)
+            state = state.select(stay)
+        steps.select((kept[:, None] * beams + origin[kept]).flatten(), fewer=stay is not None)
+    _record(best, state)
+    return best
 
 
-def _keep(found: Found, state: _Beams) -> None:
-    found.sequences[state.row], found.scores[state.row] = state.finished, state.finished_scores
+def _record(best: BestSequences, state: _Beams) -> None:
+    best.sequences[state.row], best.scores[state.row] = state.finished, state.finished_scores
 
 
 def _is_settled(state: _Beams, count: int, length: int, config: GenerationConfig) -> Tensor:
@@ -136,8 +137,8 @@ def _is_settled(state: _Beams, count: int, length: int, config: GenerationConfig
 
 
 def _start(rows: int, beams: int, limit: int, config: GenerationConfig, device: torch.device) -> _Beams:
-    fill = config.pad_token_id if config.pad_token_id is not None else _end_tokens(config)[0]
-    running = torch.full((rows, beams, limit), fill, device=device)
+    padding = config.pad_token_id if config.pad_token_id is not None else _end_tokens(config)[0]
+    running = torch.full((rows, beams, limit), padding, device=device)
     if config.decoder_start_token_id is not None:
         running[:, :, 0] = config.decoder_start_token_id
     scores = torch.full((rows, beams), NEVER, device=device)
@@ -194,9 +195,9 @@ def _best_tokens(
     if length == limit - 1 and config.forced_eos_token_id is not None:
         forced = config.forced_eos_token_id
     if forced is not None:
-        alone = torch.zeros_like(logits).fill_(float("-inf"))
-        alone[:, forced] = 0
-        return alone.float().topk(count)
+        scores = torch.full_like(logits, float("-inf"), dtype=torch.float32)
+        scores[:, forced] = 0
+        return scores.topk(count)
     if config.renormalize_logits:
         logits.index_fill_(1, banned, float("-inf"))
     log_p = logits.log_softmax(-1, dtype=torch.float32)
@@ -225,10 +226,6 @@ def length_penalty(config: GenerationConfig) -> float:
     return config.length_penalty if config.length_penalty is not None else 1.0
 
 
-def _banned(config: GenerationConfig) -> list[int]:
-    return [word[0] for word in config.bad_words_ids or []] + list(config.suppress_tokens or [])
-
-
 def _end_tokens(config: GenerationConfig) -> list[int]:
-    found = config.eos_token_id
-    return list(found) if isinstance(found, list | tuple) else [int(found or 0)]
+    tokens = config.eos_token_id
+    return list(tokens) if isinstance(tokens, list | tuple) else [int(tokens or 0)]

@@ -156,9 +156,9 @@ class Causal(TextModel):
         """
         assert rows.labels is not None
         prompts = self._aligned(rows.inputs)
-        read, there = rows.labels[:, :-1], rows.labels[:, 1:] != NO_TARGET
-        ids = torch.cat([prompts["input_ids"], read.masked_fill(~there, self.tokenizer.pad_token_id or 0)], 1)
-        mask = torch.cat([prompts["attention_mask"], there.long()], 1)  # (rows, prompt + target tokens - 1)
+        targets, is_read = rows.labels[:, :-1], rows.labels[:, 1:] != NO_TARGET
+        ids = torch.cat([prompts["input_ids"], targets.masked_fill(~is_read, self.tokenizer.pad_token_id or 0)], 1)
+        mask = torch.cat([prompts["attention_mask"], is_read.long()], 1)  # (rows, prompt + target tokens - 1)
         return self._accepted({"input_ids": ids, "attention_mask": mask, "position_ids": _positions(mask)})
 
     def _forward(self, rows: Rows) -> Tensor:
@@ -270,11 +270,11 @@ def _positions(mask: Tensor) -> Tensor:
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns all end tokens; the first is the one that targets end with."""
     config = model.generation_config.eos_token_id if model.generation_config else None
-    known = [tokenizer.eos_token_id, *(config if isinstance(config, list) else [config]), model.config.eos_token_id]
-    found = list(dict.fromkeys(token for token in known if isinstance(token, int)))
-    if not found:
+    given = [tokenizer.eos_token_id, *(config if isinstance(config, list) else [config]), model.config.eos_token_id]
+    end_tokens = list(dict.fromkeys(token for token in given if isinstance(token, int)))
+    if not end_tokens:
         raise ModelError("the tokenizer has no end token; give it one and save it")
-    return found
+    return end_tokens
 
 
 def _begins_inside_token(target: str, prompt: str) -> InputError:

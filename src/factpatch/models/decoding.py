@@ -1,7 +1,7 @@
 """Generation one token at a time: how each kind of model continues its rows, and greedy search.
 
-Searches run on batches whose rows may be under different edits (`engine.edited`), so rows must stay edit-major.
-Finished rows leave the batch only together with the rows of the same index under all other edits.
+The rows of a batch may run under different edits (`engine.edited`), which need the same number of rows each. Finished
+rows therefore leave the batch only together with the rows of the same index under all other edits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Steps(Protocol):
     def next(self, last: Tensor) -> Tensor:
         """Appends the last tokens, (rows·beams,), and returns the logits of the next: (rows·beams, vocabulary).
 
-        The beams of a row start equal, so the first call runs one of them: (rows, vocabulary). Its tokens are ignored
-        by models that continue a prompt.
+        The beams of a row start equal, so the first call runs only one of them and returns (rows, vocabulary). Models
+        that continue a prompt ignore the tokens of the first call.
         """
         ...
 
     def select(self, flat: Tensor, fewer: bool) -> None:
-        """Keeps the sequences with these indices into rows·beams. `fewer` says that some rows have left."""
+        """Keeps the sequences with these indices into rows·beams. `fewer` is True if some rows leave the batch."""
         ...
 
 
@@ -60,7 +60,7 @@ class EncoderDecoderSteps:
         self.is_first = False
         logits = self._logits(last[:: self.beams])
         self.cache.batch_repeat_interleave(self.beams)
-        self.states, self.mask = (each.repeat_interleave(self.beams, 0) for each in (self.states, self.mask))
+        self.states, self.mask = (x.repeat_interleave(self.beams, 0) for x in (self.states, self.mask))
         return logits
 
     def _logits(self, last: Tensor) -> Tensor:
@@ -100,9 +100,7 @@ class PromptSteps:
             logits = self.run(**self.inputs, past_key_values=self.cache)
             if self.beams > 1:
                 self.cache.batch_repeat_interleave(self.beams)
-                self.mask, self.position = (
-                    each.repeat_interleave(self.beams, 0) for each in (self.mask, self.position)
-                )
+                self.mask, self.position = (x.repeat_interleave(self.beams, 0) for x in (self.mask, self.position))
             return logits
         self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
         inputs = {"input_ids": last[:, None], "attention_mask": self.mask, "position_ids": self.position}
@@ -111,15 +109,15 @@ class PromptSteps:
 
     def select(self, flat: Tensor, fewer: bool) -> None:
         self.cache.reorder_cache(flat)
-        if fewer:  # beams of a row share its prompt
+        if fewer:  # beams of a row share its prompt, so these change only when rows leave
             self.mask, self.position = self.mask[flat], self.position[flat]
 
 
 def rows_that_stay(done: Tensor, edits: int | None) -> tuple[bool, Tensor | None]:
     """Returns whether all rows are done and, if enough rows can leave the batch, the indices of those that stay.
 
-    Leaving copies all cached keys and values, so it waits until a quarter of the rows can leave. Without `edits`, all
-    rows stay to the end.
+    Removing rows copies all cached keys and values, so finished rows stay until a quarter of the batch can leave.
+    Without `edits`, all rows stay to the end.
     """
     leaving = (done.view(edits or 1, -1).all(0) & (edits is not None)).repeat(edits or 1)
     all_done, enough = torch.stack([done.all(), leaving.sum() * 4 >= len(done)]).tolist()
@@ -132,19 +130,19 @@ def greedy_search(
 ) -> Tensor:
     """Generates the most likely token at each step, until `stop` or `limit` tokens: (rows, limit), padded with `fill`.
 
-    The first token is none of `banned_first`.
+    The tokens in `banned_first` are not generated as a row's first token.
     """
     steps.start(1)
-    found = torch.full((steps.rows, limit), fill, device=steps.device)
-    row = torch.arange(steps.rows, device=steps.device)  # of the rows that are still in the batch
-    last = found[:, 0]
+    tokens = torch.full((steps.rows, limit), fill, device=steps.device)
+    row = torch.arange(steps.rows, device=steps.device)  # indices of the rows that are still in the batch
+    last = tokens[:, 0]
     done = torch.zeros_like(row, dtype=torch.bool)
     for length in range(limit):
         logits = steps.next(last)
         if length == 0:
             logits = logits.index_fill(1, banned_first, float("-inf"))
         token = logits.argmax(-1).masked_fill(done, fill)
-        found[row, length] = token
+        tokens[row, length] = token
         done = done | stop(last, token)
         last = token
         all_done, stay = rows_that_stay(done, edits)
@@ -153,4 +151,4 @@ def greedy_search(
         if stay is not None:
             row, last, done = row[stay], last[stay], done[stay]
             steps.select(stay, fewer=True)
-    return found
+    return tokens

@@ -16,7 +16,7 @@ def token_accuracy(model: TaskModel, rows: Rows) -> Tensor:
     Start and end tokens do not count.
     """
     tokenizer = model.tokenizer
-    around = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    rows = rows.at_targets(ignored=[token for token in around if token is not None])
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    rows = rows.at_targets(ignored=[token for token in special if token is not None])
     best = [model.scores(part).argmax(-1) for part in model.features(rows).split(POSITIONS_PER_BATCH)]
     return rows.means(torch.cat(best).eq(rows.target_labels).float())

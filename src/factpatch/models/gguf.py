@@ -18,10 +18,10 @@ def find_gguf(path: Path) -> Path | None:
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    found = sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        raise ModelError(f"{path} holds {len(found)} GGUF files; name one of them, such as {found[0]}")
-    return found[0] if found else None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelError(f"{path} holds {len(files)} GGUF files; name one of them, such as {files[0]}")
+    return files[0] if files else None
 
 
 def check_gguf(path: Path) -> None:

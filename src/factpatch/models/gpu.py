@@ -1,8 +1,8 @@
 """Faster replacements for parts of a model on a GPU. On other devices these parts work as before.
 
-- Attention between short texts: torch's kernels are designed for long ones, and most of their tiles would be empty.
-- Layer norms: torch's kernel reaches a fifth of the memory bandwidth at common widths.
-- LM heads whose vocabulary size is not a multiple of eight, such as Marian's.
+- Attention over short texts: torch's kernels are designed for long ones, and most of their tiles would be empty.
+- Layer norms: torch's kernel reaches only a fifth of the memory bandwidth at common widths.
+- LM heads whose vocabulary size is not a multiple of eight, such as Marian's: tensor cores are slow for such sizes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Computes what transformers' `sdpa_attention_forward` computes: (rows, tokens, heads, width)."""
     rows, heads, queries, width = query.shape
-    key_heads, keys = key.shape[1:3]  # in models with grouped heads, several queries share a key
+    key_heads, keys = key.shape[1:3]  # with grouped-query attention, several query heads share a key head
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = causal and queries > 1  # a single query, during generation, sees all earlier tokens
     short = (
@@ -95,7 +95,7 @@ AttentionMaskInterface.register("short", sdpa_mask)
 class AlignedLinear(nn.Linear):
     """A Linear that, while frozen and on a GPU, multiplies with a copy of its weight that is padded with zero rows."""
 
-    _filled: tuple[tuple[object, ...], Tensor, Tensor | None] | None = None
+    _padded: tuple[tuple[object, ...], Tensor, Tensor | None] | None = None  # state of the weight, weight, bias
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:  # pyright: ignore (the decorator loses its type)
@@ -103,10 +103,10 @@ class AlignedLinear(nn.Linear):
         if weight.requires_grad or weight.is_inference() or not weight.is_cuda:
             return super().forward(input)
         state = (weight.data_ptr(), weight.dtype, weight.device, weight._version)
-        if self._filled is None or self._filled[0] != state:
+        if self._padded is None or self._padded[0] != state:
             with torch.inference_mode(False):
-                self._filled = (state, pad_rows(weight), None if self.bias is None else pad_rows(self.bias))
-        return F.linear(input, *self._filled[1:])[..., : len(weight)]
+                self._padded = (state, pad_rows(weight), None if self.bias is None else pad_rows(self.bias))
+        return F.linear(input, *self._padded[1:])[..., : len(weight)]
 
 
 def align(head: nn.Module) -> None:

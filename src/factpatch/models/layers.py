@@ -40,29 +40,29 @@ def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def block_names(layers: Iterable[str]) -> list[str]:
     """Returns the names of the blocks that contain these layers, such as bert.encoder.layer.0, in the model's order."""
-    found = (re.match(r"(.+?\.\d+)\.", name) for name in layers)
-    return list(dict.fromkeys(match[1] for match in found if match))
+    matches = (re.match(r"(.+?\.\d+)\.", name) for name in layers)
+    return list(dict.fromkeys(match[1] for match in matches if match))
 
 
 def feed_forward_weights(model: nn.Module, layers: Iterable[str], blocks: int | None = None) -> dict[str, list[str]]:
-    """Returns the feed-forward weights of each block, that is, all outside attention, in the order of definition.
+    """Returns the feed-forward weights of each block, which are all those outside attention, in the model's order.
 
     `blocks` limits them to the last few blocks of each stack, such as the encoder's and the decoder's.
     """
     attention = tuple(f"{name}." for name, module in model.named_modules() if "Attention" in type(module).__name__)
     outside = [name for name in layers if not name.startswith(attention)]
-    found = {block: [name for name in outside if name.startswith(f"{block}.")] for block in block_names(outside)}
-    stacks = keys_by_value({block: block.rpartition(".")[0] for block in found})
-    return {block: found[block] for names in stacks.values() for block in names[-(blocks or len(names)) :]}
+    weights = {block: [name for name in outside if name.startswith(f"{block}.")] for block in block_names(outside)}
+    stacks = keys_by_value({block: block.rpartition(".")[0] for block in weights})
+    return {block: weights[block] for names in stacks.values() for block in names[-(blocks or len(names)) :]}
 
 
 def _block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    found: dict[str, nn.ModuleList] = {}
+    lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in lists)
         if isinstance(module, nn.ModuleList) and not inside and _are_blocks(module):
-            found[name] = module
-    return found
+            lists[name] = module
+    return lists
 
 
 def _are_blocks(modules: nn.ModuleList) -> bool:
@@ -76,10 +76,10 @@ def _position_projections(model: nn.Module) -> set[nn.Module]:
 
     All rows share that table, so these layers cannot run under a different edit for each row.
     """
-    found: set[nn.Module] = set()
+    projections: set[nn.Module] = set()
     for attention in model.modules():
         if getattr(attention, "relative_attention", False) and hasattr(attention, "pos_att_type"):
-            own = ("query_proj", "key_proj") if getattr(attention, "share_att_key", False) else ()
-            names = (*own, "pos_key_proj", "pos_query_proj", "pos_proj", "pos_q_proj")
-            found |= {layer for name in names if isinstance(layer := getattr(attention, name, None), nn.Module)}
-    return found
+            shared = ("query_proj", "key_proj") if getattr(attention, "share_att_key", False) else ()
+            names = (*shared, "pos_key_proj", "pos_query_proj", "pos_proj", "pos_q_proj")
+            projections |= {layer for name in names if isinstance(layer := getattr(attention, name, None), nn.Module)}
+    return projections

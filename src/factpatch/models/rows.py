@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ NO_TARGET = -100  # label that cross_entropy ignores
 POSITIONS_PER_BATCH = 8192  # target positions whose scores over a whole vocabulary are in memory together
 
 Encoded = dict[str, list[int]]  # one text: token ids, attention mask and whatever else the model's forward needs
+Items = TypeVar("Items", bound=Sequence[Any])
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Rows:
 
     inputs: dict[str, Tensor]  # arguments of the model's forward, each (rows, tokens)
     labels: Tensor | None = None  # (rows,) class ids, or (rows, tokens) with NO_TARGET where there is no target
-    # Indices of the target positions that count, into rows·tokens (for classifiers: rows). None means all.
+    # The target positions that count, as indices into rows·tokens (for classifiers: rows). None means all.
     target_positions: Tensor | None = None
 
     def __len__(self) -> int:
@@ -32,8 +34,8 @@ class Rows:
     def at_targets(self, ignored: Sequence[int] = ()) -> Rows:
         """Returns the batch with `target_positions` set: all positions with a target, except for ignored labels."""
         assert self.labels is not None
-        without = torch.tensor([NO_TARGET, *ignored], device=self.labels.device)
-        return replace(self, target_positions=torch.isin(self.labels.flatten(), without, invert=True).nonzero()[:, 0])
+        excluded = torch.tensor([NO_TARGET, *ignored], device=self.labels.device)
+        return replace(self, target_positions=torch.isin(self.labels.flatten(), excluded, invert=True).nonzero()[:, 0])
 
     def part(self, chosen: slice) -> Rows:
         """Returns some of the rows, with all of their labels."""
@@ -62,11 +64,17 @@ class Rows:
         return self.sums(values) / torch.bincount(self.row_of_position, minlength=len(self)).clamp(min=1)
 
 
-def padded(ids: list[list[int]], fill: int, device: torch.device) -> Tensor:
-    """Pads lists of token ids on the right and returns them as one tensor."""
-    filled = np.full((len(ids), max(map(len, ids), default=0)), fill, dtype=np.int64)
-    for row, own in zip(filled, ids, strict=True):
-        row[: len(own)] = own
+def in_batches(items: Items, size: int) -> Iterator[Items]:
+    """Yields slices of `size` consecutive items; the last one may be shorter."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]  # pyright: ignore[reportReturnType] (a slice of a list is a list)
+
+
+def padded(texts: Sequence[Sequence[int]], fill: int, device: torch.device) -> Tensor:
+    """Pads texts, given as token ids, on the right and returns them as one tensor: (texts, tokens)."""
+    filled = np.full((len(texts), max(map(len, texts), default=0)), fill, dtype=np.int64)
+    for row, ids in zip(filled, texts, strict=True):
+        row[: len(ids)] = ids
     return to_device(device, filled)
 
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForSeq2SeqLM
 
 from factpatch.models.beam import beam_search, gives_probabilities, length_penalty, supports
 from factpatch.models.decoding import EncoderDecoderSteps
-from factpatch.models.rows import NO_TARGET, Encoded, Rows, padded
+from factpatch.models.rows import NO_TARGET, Encoded, Rows, in_batches, padded
 from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
 
-# Generation settings that do not change the answers, or that this class overrides.
+# Generation settings that do not affect the answers, because they change only speed or output or are overridden below.
 _NOT_DECISIVE = {"transformers_version", "use_cache", "return_dict_in_generate", "max_length", "num_beams", "do_sample"}
 
 
@@ -63,39 +63,39 @@ class Seq2Seq(TextModel):
 
     def _shifted(self, labels: Tensor) -> Tensor:
         """Returns the decoder's inputs: the target tokens shifted right by one."""
-        own_way = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
-        if own_way is not None:
-            return own_way(labels=labels)
+        prepare = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
+        if prepare is not None:
+            return prepare(labels=labels)
         start = torch.full_like(labels[:, :1], self.generation.decoder_start_token_id or 0)
-        fill = self.tokenizer.pad_token_id or 0
-        return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == NO_TARGET, fill)], 1)
+        padding = self.tokenizer.pad_token_id or 0
+        return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == NO_TARGET, padding)], 1)
 
     def decide(self, rows: Rows, count: int = 1, edits: int | None = None) -> list[list[str]]:
         count = min(count, self.beams)
         texts = self._decoded(self._search(rows, count, edits)[0].tolist())
-        return [texts[start : start + count] for start in range(0, len(texts), count)]
+        return list(in_batches(texts, count))
 
     def decide_scored(
         self, rows: Rows, count: int = 1, edits: int | None = None
     ) -> list[list[tuple[str, float | None]]]:
         count = min(count, self.beams)
-        found, scores = self._search(rows, count, edits)
-        sequences = found.tolist()
+        ids, scores = self._search(rows, count, edits)
+        sequences = ids.tolist()
         texts = self._decoded(sequences)
-        different = list(dict.fromkeys(texts))
-        targets = dict(zip(different, self.encode_targets(different), strict=True))
+        distinct = list(dict.fromkeys(texts))
+        targets = dict(zip(distinct, self.encode_targets(distinct), strict=True))
         exact = gives_probabilities(self.generation)
         scored = [
-            (text, self._log_probability(targets[text], ids, score) if exact else None)
-            for text, ids, score in zip(texts, sequences, scores.tolist(), strict=True)
+            (text, self._log_probability(targets[text], sequence, score) if exact else None)
+            for text, sequence, score in zip(texts, sequences, scores.tolist(), strict=True)
         ]
-        return [scored[start : start + count] for start in range(0, len(scored), count)]
+        return list(in_batches(scored, count))
 
     def _search(self, rows: Rows, count: int, edits: int | None) -> tuple[Tensor, Tensor]:
         """Returns the best sequences and their scores in the search: (rows·count, 1 + tokens) and (rows·count,)."""
         if supports(self.generation):
-            found = beam_search(EncoderDecoderSteps(self.model, rows.inputs), self.generation, edits, count=count)
-            return found.sequences[:, :count].flatten(0, 1), found.scores[:, :count].flatten()
+            best = beam_search(EncoderDecoderSteps(self.model, rows.inputs), self.generation, edits, count=count)
+            return best.sequences[:, :count].flatten(0, 1), best.scores[:, :count].flatten()
         generation = copy.copy(self.generation)
         generation.num_return_sequences = count
         ids = self.model.generate(**rows.inputs, generation_config=generation)

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
+
+from factpatch.models.rows import padded
 
 ABBREVIATIONS = frozenset(
     "st ste dr mr mrs ms mx jr sr mt ft fr lt sgt cpl gen col maj capt cmdr adm rev hon prof gov sen rep pres "
@@ -34,7 +37,7 @@ def cut(text: str) -> str:
 
 
 def _is_short(word: str) -> bool:
-    """Returns True if a full stop after this word more likely belongs to the word than ends a sentence."""
+    """Returns True if a full stop after this word probably belongs to the word and does not end a sentence."""
     return len(word) == 1 or (word.isdigit() and len(word) == 2) or word.lower() in ABBREVIATIONS
 
 
@@ -48,16 +51,16 @@ class Stops:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Iterable[int], vocabulary: int):
         texts = [text.strip(" ") for text in tokenizer.batch_decode([[token] for token in range(len(tokenizer))])]
         last_words = [_LAST_WORD.search(text) for text in texts]
-        tails = {word[n:] for word in ABBREVIATIONS for n in range(len(word))}
-        breaks = [token for token, text in enumerate(texts) if "\n" in text]
-        self.end_tokens = frozenset([*end_tokens, *tokenizer.all_special_ids, *breaks])
+        abbreviation_ends = {word[n:] for word in ABBREVIATIONS for n in range(len(word))}
+        line_breaks = [token for token, text in enumerate(texts) if "\n" in text]
+        self.end_tokens = frozenset([*end_tokens, *tokenizer.all_special_ids, *line_breaks])
         full_stops = [
             token for token, text in enumerate(texts) if text.endswith(".") and not _LAST_WORD.search(text[:-1])
         ]
         unclear = [  # tokens after which a full stop may not end the answer
             token
             for token, word in enumerate(last_words)
-            if word is None or len(word[0]) == 1 or word[0].isdigit() or word[0].lower() in tails
+            if word is None or len(word[0]) == 1 or word[0].isdigit() or word[0].lower() in abbreviation_ends
         ]
         self.start = tokenizer.pad_token_id or 0  # stands for the token before the first one
         self.ends, self.full_stops, self.unclear = (
@@ -77,13 +80,9 @@ class Stops:
 
     def shortened(self, sequences: Sequence[list[int]]) -> list[list[int]]:
         """Returns each sequence up to the token at which its generation ends."""
-        ids = torch.tensor([self.start, *(token for own in sequences for token in [*own, self.start])])
-        ends = iter(self(*(part.to(self.ends.device) for part in (ids[:-1], ids[1:]))).tolist())
-        found: list[list[int]] = []
-        for own in sequences:
-            ended = [next(ends) for _ in [*own, self.start]][:-1]
-            found.append(own[: ended.index(True) + 1] if True in ended else own)
-        return found
+        tokens = padded(sequences, self.start, self.ends.device)  # (sequences, tokens)
+        ends = self(F.pad(tokens[:, :-1], (1, 0), value=self.start), tokens).tolist()
+        return [ids[: [*row, True].index(True) + 1] for ids, row in zip(sequences, ends, strict=True)]
 
 
 def _table(tokens: Iterable[int], size: int) -> Tensor:

@@ -24,14 +24,16 @@ from factpatch.patch import Patch, set_patches, unpatched
 
 Arguments = ParamSpec("Arguments")
 Model = TypeVar("Model", bound="StoredModel")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def exclusive(method: Callable[Concatenate[Model, Arguments], Found]) -> Callable[Concatenate[Model, Arguments], Found]:
+def exclusive(
+    method: Callable[Concatenate[Model, Arguments], Result],
+) -> Callable[Concatenate[Model, Arguments], Result]:
     """Decorates a model's method so that other threads that use the model wait until it returns."""
 
     @wraps(method)
-    def locked(self: Model, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
+    def locked(self: Model, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with self.lock:
             return method(self, *args, **kwargs)
 
@@ -41,8 +43,8 @@ def exclusive(method: Callable[Concatenate[Model, Arguments], Found]) -> Callabl
 class StoredModel(ABC):
     """A model, frozen and in eval mode, with its tokenizer and the patches that are applied to it.
 
-    `lock` belongs to the thread that currently predicts, edits or patches; others wait for it. The same thread can
-    take it again, so these may call each other.
+    A thread that predicts, edits or patches holds `lock`, and other threads wait. A thread can acquire the lock several
+    times, so these methods may call each other.
     """
 
     prompt_template: str | None = None  # how a decoder's questions become prompts
@@ -52,7 +54,7 @@ class StoredModel(ABC):
         self.tokenizer = tokenizer
         self.layers: dict[str, nn.Module] = editable_layers(model)  # by weight name
         self.patches: list[Patch] = []
-        self.originals: dict[str, Tensor] = {}
+        self.originals: dict[str, Tensor] = {}  # unpatched weights of the layers that these patches change
         self.lock = threading.RLock()
         use_gpu_kernels(model)
 
@@ -74,8 +76,8 @@ class StoredModel(ABC):
         A patch or an editor fits models with the same fingerprint.
         """
         weights = dict(self.model.named_parameters())
-        found = hash_weights({name: self.originals.get(name, weights[name]) for name in self.layers})
-        return join_base(found, self.prompt_template)
+        unpatched = {name: self.originals.get(name, weights[name]) for name in self.layers}
+        return join_base(hash_weights(unpatched), self.prompt_template)
 
     @cached_property
     @exclusive
@@ -102,7 +104,7 @@ class StoredModel(ABC):
     def cast(self, dtype: torch.dtype) -> Self:
         """Changes the precision permanently; fingerprint and identity remain those of the stored weights."""
         if any(torch.promote_types(weight.dtype, dtype) != dtype for weight in self.model.parameters()):
-            _ = self.fingerprint, self.identity  # computed now, as the cast loses bits
+            _ = self.fingerprint, self.identity  # computed and cached now, because the cast loses bits
         with unpatched(self):
             self.model.to(dtype)
         return self
@@ -138,7 +140,7 @@ class StoredModel(ABC):
         self.model.save_pretrained(folder)
         try:
             self.tokenizer.save_pretrained(folder)
-        except Exception as error:  # the tokenizers library raises no other type
+        except Exception as error:  # the tokenizers library raises no other type, even for a full disk
             if "os error" not in str(error):
                 raise
             raise OSError(str(error)) from error

@@ -9,7 +9,7 @@ from factpatch.errors import InputError, ModelError
 CHAT = "chat"
 SLOT = "{}"
 CHAT_SLOT = "<<question>>"  # a chat template may contain braces of its own
-COMPLETION_END = ":"  # stands in for the end of a prompt without a template when targets are split into tokens
+COMPLETION_END = ":"  # without a template, targets are tokenised as they would be after a prompt that ends with this
 OPENING = "\"'([{<“‘«"  # characters after which an answer follows without a space
 
 
@@ -25,8 +25,7 @@ class Template:
         self.before, self.after = self._parts(tokenizer)
         self.has_special_tokens = self.text == CHAT  # a chat template contains its own begin token
         self.ending = self.after or COMPLETION_END  # what a target is tokenised after
-        glued = self.ending[-1].isspace() or self.ending[-1] in OPENING
-        self.space = "" if glued else " "
+        self.space = "" if self.ending[-1].isspace() or self.ending[-1] in OPENING else " "
 
     def prompt(self, text: str) -> str:
         return self.before + text.strip() + self.after
@@ -44,8 +43,8 @@ class Template:
             slot = CHAT_SLOT
             turns = [{"role": "user", "content": slot}]
             whole = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-        before, found, after = whole.partition(slot)
-        if not found:
+        before, separator, after = whole.partition(slot)
+        if not separator:
             raise ModelError("the tokenizer's chat template leaves the question out; give a --template with {}")
         return before, after.rstrip(" ")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class TextModel(TaskModel):
         super().__init__(*args)
         self._texts: dict[tuple[int, ...], str] = {}
         align(self._head)
-        self._head_is_linear = True
+        self._head_is_linear = True  # as `head` assumes while it is checked
         self._head_is_linear = self._check_head()
 
     @abstractmethod
@@ -52,29 +53,29 @@ class TextModel(TaskModel):
 
     @abstractmethod
     def _spelled(self, targets: Sequence[list[int]]) -> list[str]:
-        """Returns the answer that each sequence of generated tokens stands for."""
+        """Returns the answer text of each sequence of generated tokens."""
 
     def logits(self, rows: Rows) -> Tensor:
         with self._head_reads(lambda states: states[:, -_width(rows) :]):
             return self._forward(rows).float()
 
     def features(self, rows: Rows) -> Tensor:
-        """Returns the inputs of the LM head at the target positions.
+        """Returns the inputs of the LM head at the target positions, or its logits if the head is not linear.
 
-        The head itself is not run, because most tokens of a padded batch are not targets.
+        A linear head is not run here, because most tokens of a padded batch are not targets.
         """
         if not self._head_is_linear:
             with self._head_reads(lambda states: states[:, -_width(rows) :]):
                 return selected(self._forward(rows).flatten(0, 1), rows)
-        read: list[Tensor] = []
+        inputs: list[Tensor] = []
 
         def pick(states: Tensor) -> Tensor:
-            read.append(selected(states[:, -_width(rows) :].flatten(0, 1), rows))  # (positions, width)
-            return read[0][:0, None]  # the head itself then runs on zero tokens
+            inputs.append(selected(states[:, -_width(rows) :].flatten(0, 1), rows))  # (positions, width)
+            return inputs[0][:0, None]  # the head then runs on zero tokens
 
         with self._head_reads(pick):
             self._forward(rows)
-        return read[0]
+        return inputs[0]
 
     def head(self, features: Tensor) -> Tensor:
         if not self._head_is_linear:
@@ -96,15 +97,15 @@ class TextModel(TaskModel):
 
         The head is tested on large inputs, for which a cap makes a difference.
         """
-        read: list[Tensor] = []
+        inputs: list[Tensor] = []
 
         def enlarge(states: Tensor) -> Tensor:
-            read.append(torch.full_like(states, 100.0))
-            return read[0]
+            inputs.append(torch.full_like(states, 100.0))
+            return inputs[0]
 
         with self._head_reads(enlarge):
-            own = self._forward_one()
-        return torch.allclose(self.head(read[0]).float(), own.float(), rtol=0.02, atol=0.1)
+            logits = self._forward_one()
+        return torch.allclose(self.head(inputs[0]).float(), logits.float(), rtol=0.02, atol=0.1)
 
     @contextmanager
     def _head_reads(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -122,9 +123,9 @@ class TextModel(TaskModel):
         return head
 
     def _decoded(self, sequences: list[list[int]]) -> list[str]:
-        """Decodes sequences to texts. Texts are cached, because many sequences are the same answer."""
-        fill = self.tokenizer.pad_token_id
-        keys = [tuple(ids[: next((n for n in range(len(ids), 0, -1) if ids[n - 1] != fill), 0)]) for ids in sequences]
+        """Decodes sequences to texts. Texts are cached, because the same answers occur many times."""
+        padding = self.tokenizer.pad_token_id
+        keys = [tuple(dropwhile(lambda token: token == padding, reversed(ids)))[::-1] for ids in sequences]
         if len(self._texts) > MAX_DECODED:
             self._texts.clear()
         unknown = [ids for ids in dict.fromkeys(keys) if ids not in self._texts]
@@ -146,14 +147,14 @@ class TextModel(TaskModel):
         return target
 
     def valid_targets(self, texts: Sequence[str]) -> set[str]:
-        different = [text for text in dict.fromkeys(texts) if text.strip()]
+        distinct = [text for text in dict.fromkeys(texts) if text.strip()]
         try:
-            encoded = self.encode_targets(different)
+            encoded = self.encode_targets(distinct)
         except InputError:  # one of them cannot be encoded
-            return {text for text in different if self._accepts(text)}
+            return {text for text in distinct if self._accepts(text)}
         return {
             text
-            for text, ids, spelling in zip(different, encoded, self._spelled(encoded), strict=True)
+            for text, ids, spelling in zip(distinct, encoded, self._spelled(encoded), strict=True)
             if len(ids) <= self.max_answer_tokens and same(spelling, text)
         }
 

@@ -224,7 +224,7 @@ class _Precomputed(EditMethod):
     patch: Patch
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] (it is only read)
         return self.patch.method
 
     def edits_per_batch(self, model: TaskModel) -> int:
