@@ -26,8 +26,8 @@ def refuse_other_files(folder: Path) -> None:
     for name in (EDITS, TOGETHER):
         refuse_other_lines(folder / name, KEY)
     begun = any((folder / name).exists() for name in (EDITS, f".{EDITS}.part"))
-    for name in DETAILS if not begun else ():
-        if (folder / name).exists():
+    for name in DETAILS:
+        if not begun and (folder / name).exists():
             raise FileError(f"{folder / name} was not written by an evaluation; choose another --output")
 
 
@@ -45,8 +45,8 @@ def write_shared(
     """Shares numbered tasks among all processes. The main process writes their lines, in order."""
     state = PartialState()
     for first in range(tasks.start, tasks.stop, state.num_processes):
-        mine = first + state.process_index
-        made = make_lines(mine) if mine < tasks.stop else []
+        task = first + state.process_index
+        made = make_lines(task) if task < tasks.stop else []
         made = gather_object(made) if state.num_processes > 1 else made
         if lines:
             lines.write(made)
@@ -65,7 +65,6 @@ def edit_line(revision: Revision, examined: Examined, **more: Any) -> str:
     return json.dumps({**more, **about, **examined.outcome.values}, ensure_ascii=False)
 
 
-def outcome_of(line: str) -> Outcome:
-    """Reads the outcome from a line that `edit_line` made."""
-    record = json.loads(line)
+def outcome_of(record: dict[str, Any]) -> Outcome:
+    """Returns the outcome in a line that `edit_line` made, after parsing."""
     return Outcome({name: record.get(name) for name in value_names()})

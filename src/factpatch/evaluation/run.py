@@ -138,9 +138,10 @@ def _measure_each(
     lines = open_lines(folder / EDITS, identity)
     # A run resumes after the last whole batch; only the very last batch may be shorter than the others.
     done = broadcast_from_first((len(batches) if lines.done == len(edits) else lines.done // size) if lines else 0)
+    edits_done = min(done * size, len(edits))
     if lines:
-        lines.keep(min(done * size, len(edits)))
-    on_done(min(done * size, len(edits)))
+        lines.keep(edits_done)
+    on_done(edits_done)
     examine = _examine_with(method, model, others, folder) if done < len(batches) else None
 
     def make_lines(number: int) -> list[str]:
@@ -151,7 +152,8 @@ def _measure_each(
     write_shared(lines, range(done, len(batches)), make_lines, on_done)
     if lines is None:
         return None, None
-    return lines, Result.of(list(map(outcome_of, lines.lines())), len(others), lines.seconds())
+    outcomes = [outcome_of(json.loads(line)) for line in lines.lines()]
+    return lines, Result.of(outcomes, len(others), lines.seconds())
 
 
 def _examine_with(
@@ -212,10 +214,10 @@ def _finished(folder: Path, conditions: Conditions) -> Result | None:
     if not (folder / FILE).exists():
         return None
     try:
-        found = Summary.read(folder)
+        earlier = Summary.read(folder)
     except FactpatchError:
         raise FileError(f"{folder} holds a damaged {FILE}; choose another --output") from None
-    before, now = found.conditions.identity(), conditions.identity()
+    before, now = earlier.conditions.identity(), conditions.identity()
     if differing := [key for key in now if before[key] != now[key]]:
         raise FileError(f"{folder} holds other results (different {', '.join(differing)}); choose another --output")
-    return found.result
+    return earlier.result
