@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from factpatch.editors import EditMethod
 from factpatch.editors.prompt import FactInPrompt
 from factpatch.errors import FactpatchError, FileError, InputError
 from factpatch.evaluation.details import write_details
-from factpatch.evaluation.lines import EDITS, edit_line, open_lines, outcome_of, refuse_other_files, write_shared
+from factpatch.evaluation.lines import EDITS, edit_line, outcome_of, refuse_other_files, write_groups
 from factpatch.evaluation.measure import Examined, Examiner, predicted_now
 from factpatch.evaluation.prompted import PromptExaminer
 from factpatch.evaluation.summary import FILE, Conditions, Result, Summary
@@ -135,21 +136,13 @@ def _measure_each(
     """Measures each edit on its own and writes one line per edit; the caller finishes the file."""
     size = method.edits_per_batch(model)
     batches = [edits[start : start + size] for start in range(0, len(edits), size)]
-    lines = open_lines(folder / EDITS, identity)
-    # A run resumes after the last whole batch; only the very last batch may be shorter than the others.
-    done = broadcast_from_first((len(batches) if lines.done == len(edits) else lines.done // size) if lines else 0)
-    edits_done = min(done * size, len(edits))
-    if lines:
-        lines.keep(edits_done)
-    on_done(edits_done)
-    examine = _examine_with(method, model, others, folder) if done < len(batches) else None
+    examiner = cache(partial(_examine_with, method, model, others, folder))  # not needed if all batches are finished
 
     def make_lines(number: int) -> list[str]:
-        assert examine is not None
-        batch = batches[number]
-        return [edit_line(revision, one) for revision, one in zip(batch, examine(number, batch), strict=True)]
+        examined = examiner()(number, batches[number])
+        return [edit_line(revision, one) for revision, one in zip(batches[number], examined, strict=True)]
 
-    write_shared(lines, range(done, len(batches)), make_lines, on_done)
+    lines = write_groups(folder / EDITS, identity, batches, make_lines, on_done)
     if lines is None:
         return None, None
     outcomes = [outcome_of(json.loads(line)) for line in lines.lines()]

@@ -10,18 +10,18 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from factpatch.data.revisions import Revision, edit_of, own_forms
 from factpatch.editors import EditMethod
 from factpatch.errors import InputError
-from factpatch.evaluation.lines import TOGETHER, edit_line, open_lines, outcome_of, write_shared
+from factpatch.evaluation.lines import TOGETHER, edit_line, outcome_of, write_groups
 from factpatch.evaluation.measure import Examiner
-from factpatch.evaluation.merges import MergeOptions, find_merge
+from factpatch.evaluation.merges import Measure, MergeOptions, find_merge
 from factpatch.evaluation.summary import JointResult, Result
 from factpatch.models import TaskModel
-from factpatch.processes import broadcast_from_first
 from factpatch.resumable import ResumableLines
 
 COVERED = 256  # edits measured one by one, and for each group size; more only if a single group is larger
@@ -85,16 +85,14 @@ def measure_together(
     groups = [
         edits[k * size : (k + 1) * size] for size in together.sizes for k in range(count_groups(len(edits), size))
     ]
-    lines = open_lines(folder / TOGETHER, settings)
-    done = broadcast_from_first(_whole_groups(lines.done, groups) if lines else 0)
-    edits_done = sum(map(len, groups[:done]))
-    if lines:
-        lines.keep(edits_done)
-    on_done(edits_done)
-    examiner = Examiner(model, others, 1, scores=True)
-    measure = find_merge(together.merge)(model, together.others or others, together.options)
+
+    @cache  # not needed if all groups are finished
+    def measuring() -> tuple[Examiner, Measure]:
+        merge = find_merge(together.merge)
+        return Examiner(model, others, 1, scores=True), merge(model, together.others or others, together.options)
 
     def make_lines(number: int) -> list[str]:
+        examiner, measure = measuring()
         group, start = groups[number], time.perf_counter()
         asked = [edit_of(revision) for revision in group]
         by_method = together.merge == "own"
@@ -103,17 +101,8 @@ def measure_together(
         about = {"facts": len(group), "group": number, "seconds": time.perf_counter() - start}
         return [edit_line(revision, one, **about) for revision, one in zip(group, examined, strict=True)]
 
-    write_shared(lines, range(done, len(groups)), make_lines, on_done)
+    lines = write_groups(folder / TOGETHER, settings, groups, make_lines, on_done)
     return lines, _curve(lines.lines(), together.sizes, len(others)) if lines else ()
-
-
-def _whole_groups(lines: int, groups: Sequence[Sequence[Revision]]) -> int:
-    """Returns how many groups an interrupted run has finished."""
-    for number, group in enumerate(groups):
-        if lines < len(group):
-            return number
-        lines -= len(group)
-    return len(groups)
 
 
 def _curve(lines: Iterable[str], sizes: Sequence[int], inputs: int) -> tuple[JointResult, ...]:
