@@ -201,6 +201,31 @@ def _method(
     return Looped(loaded, updates) if updates > 1 else loaded
 
 
+def _without(revisions: list[Revision], used: list[Revision]) -> list[Revision]:
+    ids = {revision.id for revision in used}
+    return [revision for revision in revisions if revision.id not in ids]
+
+
+def _selected(
+    model: TaskModel, bounded: bool, layers: str, revisions: list[Revision], targets: str, seed: int
+) -> tuple[EditMethod, list[dict[str, Any]]]:
+    """Returns the baseline with the best block and bound, and all settings that were tried.
+
+    In a training file, the first revisions in hash order are those that `fit` held out, so the model has not
+    memorised them.
+    """
+    from factpatch.data.holdout import hash_shuffled
+    from factpatch.data.targets import with_targets
+    from factpatch.evaluation import count_choices, select
+
+    others = hash_shuffled(revisions, seed)
+    edits = with_targets(model, others, [targets], seed)
+    if len(others) < 2 or not edits:
+        raise InputError("no revisions are left for --select: all are edited; lower --edits, or give --valid")
+    with common.progress_bar("choosing", count_choices(model, layers, bounded)) as advance:
+        return select(model, layers, bounded, edits, others, advance)
+
+
 def _split_for_fitting(
     unused: list[Revision], controls: list[Revision], seed: int
 ) -> tuple[list[Revision], list[Revision]]:
@@ -225,31 +250,6 @@ def _fitted(method: EditMethod, model: TaskModel, sample: list[Revision], ridge:
     if ridge is not None:
         solve_against_inputs(model, method, sample, ridge)
     return method
-
-
-def _without(revisions: list[Revision], used: list[Revision]) -> list[Revision]:
-    ids = {revision.id for revision in used}
-    return [revision for revision in revisions if revision.id not in ids]
-
-
-def _selected(
-    model: TaskModel, bounded: bool, layers: str, revisions: list[Revision], targets: str, seed: int
-) -> tuple[EditMethod, list[dict[str, Any]]]:
-    """Returns the baseline with the best block and bound, and all settings that were tried.
-
-    In a training file, the first revisions in hash order are those that `fit` held out, so the model has not
-    memorised them.
-    """
-    from factpatch.data.holdout import hash_shuffled
-    from factpatch.data.targets import with_targets
-    from factpatch.evaluation import count_choices, select
-
-    others = hash_shuffled(revisions, seed)
-    edits = with_targets(model, others, [targets], seed)
-    if len(others) < 2 or not edits:
-        raise InputError("no revisions are left for --select: all are edited; lower --edits, or give --valid")
-    with common.progress_bar("choosing", count_choices(model, layers, bounded)) as advance:
-        return select(model, layers, bounded, edits, others, advance)
 
 
 def _show(result: Result, output: Path, bad: int) -> None:
