@@ -291,6 +291,14 @@ def test_wrong_usage_is_exit_2(edit, run) -> None:
     assert edit("--input", "x", "--target", "y", "--loop").code == 2
 
 
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_out_of_range_is_refused(run, seed: int) -> None:
+    refused = run("train", "--model", "m", "--train", "t", "--output", "o", "--seed", seed)
+    assert refused.code == 2
+    assert "from 0 to 2^63 - 1" in " ".join(refused.err.replace("│", " ").split())
+    assert run("ask", "--model", "m", "who ?", "--seed", seed).code == 2
+
+
 def test_help_has_a_runnable_example() -> None:
     data = "demo,split,fit,paraphrase,revise,train,evaluate,report,edit,ask"
     for command in f"{data},patch show,patch apply,bench edit,bench train,bench evaluate".split(","):
@@ -364,6 +372,22 @@ def test_an_interrupted_command_says_how_to_resume_only_if_it_can(
     stopped = run(command)
     assert stopped.code == 130
     assert stopped.err == ("stopped; rerun the same command to resume\n" if resumes else "stopped\n")
+
+
+def test_an_interrupt_before_a_command_starts_is_one_line(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("factpatch.cli.app", interrupted)
+    stopped = run("evaluate")
+    assert (stopped.code, stopped.err) == (130, "stopped; rerun the same command to resume\n")
+
+
+def test_only_the_main_process_shows_what_it_is_working_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(common.stderr, "status", lambda message: pytest.fail(message))
+    with common.working("loading"):
+        pass
 
 
 def test_a_fact_that_is_already_true_is_named_by_its_line(edit, home: Path, tmp_path: Path, monkeypatch) -> None:

@@ -198,7 +198,7 @@ def test_split_reports_progress(run, commands, home: Path, monkeypatch: pytest.M
     def bar(message: str, total: int | None) -> Iterator[Any]:
         yield progress.append
 
-    monkeypatch.setattr(sys.modules["factpatch.cli.split"], "progress_bar", bar)
+    monkeypatch.setattr("factpatch.cli.common.progress_bar", bar)
     monkeypatch.setattr(sys.modules["factpatch.cli.split"], "REPORT_EVERY", 15)
     assert run(*commands(home / "facts.jsonl")["split"]).code == 0
     assert progress == [15, 15]

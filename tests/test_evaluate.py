@@ -127,6 +127,10 @@ def test_every_method(
         (["--method", "finetune", "--loop"], "need a trained --editor"),
         (["--method", "finetune", "--ridge", 1], "--ridge needs a trained --editor"),
         (["--method", "finetune", "--together", "1,x"], "expected numbers such as 1,16,64"),
+        (["--method", "finetune", "--together", "2", "--merge", "mean"], "'mean' is not one of 'solve', 'scope'"),
+        (["--method", "finetune", "--scope", "x"], "only used by --together"),
+        (["--method", "finetune", "--together", "2", "--scope", "x"], "only used by --merge scope"),
+        (["--method", "finetune", "--refine", 1], "only used by --together with --merge solve"),
     ],
 )
 def test_options_that_do_not_fit(

@@ -56,7 +56,7 @@ WRONG = {
     ),
     "cut metrics": (
         lambda f: results.spoil(results.write_training(f) / "metrics.jsonl", '"step": 150', '"step": '),
-        "metrics.jsonl, line 3 is not valid JSON",
+        "metrics.jsonl, line 3: expected a JSON object, found a syntax error .*; remove the line",
     ),
     "no step": (
         lambda f: results.spoil(results.write_training(f) / "metrics.jsonl", '"step": 100', '"step": null'),

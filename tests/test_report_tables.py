@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import results
 import tiny
+from rich.console import Console
 from samples import revisions
 
 from factpatch.cli.report import report
@@ -18,7 +20,7 @@ from factpatch.editors import METHODS, GradientStep
 from factpatch.editors.registry import Method
 from factpatch.evaluation import evaluate
 from factpatch.metrics import METRICS, Metric, percent
-from factpatch.report import main_table, read_runs
+from factpatch.report import main_table, read_runs, terminal_table
 from factpatch.report.spreadsheets import joint_numbers, raw_numbers
 from factpatch.report.tables import latex, latex_text, markdown
 
@@ -105,6 +107,18 @@ def test_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert shown in said
     assert max(map(len, said.split(str(tmp_path), 1)[0].splitlines())) <= 80
     assert str(tmp_path / "out" / "dirichlet.svg") in said
+
+
+def test_many_metrics_fit_the_terminal_without_broken_words(tmp_path: Path) -> None:
+    rates = dict.fromkeys(("success", "retain", "equivalence", "forced_success", "forced_equivalence"), 1.0)
+    result = {**rates, "equivalence_human": None, "intervals": {key: [0.4386, 1.0] for key in rates}}
+    folder = results.write_evaluation(tmp_path / "run", "hyper", "answer", bare=True, result=result)
+    printed = io.StringIO()
+    Console(file=printed, width=80).print(terminal_table(main_table(read_runs([folder])[0])))
+    lines = printed.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    words = {word for line in lines for word in line.split()}
+    assert {"Success", "Retain", "Forced", "KnowledgeEditor", "[43.86,", "100.00]", "[43.9,", "1,000"} <= words
 
 
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

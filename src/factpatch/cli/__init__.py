@@ -31,7 +31,7 @@ from factpatch.errors import FactpatchError
 
 NO_MEMORY = "out of memory; stop other processes, use a smaller model or, if the GPU's memory is full, --device cpu"
 
-INTERRUPTED = 130  # typer's exit status after Ctrl-C
+INTERRUPTED = 130  # exit status after Ctrl-C, also typer's
 RESUMABLE = ("evaluate", "paraphrase", "revise")  # fit and train print their own advice on resuming
 
 app = typer.Typer(
@@ -94,8 +94,10 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         print(f"error: {NO_MEMORY}", file=sys.stderr)
         sys.exit(1)
-    except SystemExit as stop:
-        if stop.code == INTERRUPTED and is_main_process():
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
+            raise
+        if is_main_process():
             resumes = arguments and arguments[0] in RESUMABLE
             print("stopped" + "; rerun the same command to resume" * bool(resumes), file=sys.stderr)
-        raise
+        sys.exit(INTERRUPTED)

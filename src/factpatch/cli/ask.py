@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from factpatch.cli.common import Device, Json, Model, Seed, Template, escape, load, prepare, print_json, stdout, working
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Model, Seed, Template, escape
 
 
 def ask(
@@ -25,30 +26,25 @@ def ask(
 
     Example: factpatch ask --model world "What is the capital of Burundi?" "What is the capital of Kenya?"
     """
-    with working("loading"):
+    with common.working("loading"):
         from factpatch.patch import Patch
 
-        prepare(seed)
         patches = [Patch.load(file) for file in patch or []]
-        task_model = load(model, device, template=template)
-        for one in patches:
-            one.check_fits(task_model)
-    with working("asking"):
-        answers: list[dict[str, Any]] = [
-            {"question": question, "answer": answer}
-            for question, answer in zip(questions, task_model.predict(questions), strict=True)
-        ]
+        task_model = common.load(model, device, seed, template)
+        for loaded in patches:
+            loaded.check_fits(task_model)
+    with common.working("asking"), ExitStack() as stack:
+        answers = {"question": questions, "answer": task_model.predict(questions)}
+        for loaded in patches:
+            stack.enter_context(loaded.applied(task_model))
         if patches:
-            with ExitStack() as stack:
-                for one in patches:
-                    stack.enter_context(one.applied(task_model))
-                for found, answer in zip(answers, task_model.predict(questions), strict=True):
-                    found["patched_answer"] = answer
+            answers["patched_answer"] = task_model.predict(questions)
+    rows = list(zip(*answers.values(), strict=True))
     if as_json:
-        print_json({"answers": answers, "patches": [str(file) for file in patch or []]})
+        records = [dict(zip(answers, row, strict=True)) for row in rows]
+        common.print_json({"answers": records, "patches": [str(file) for file in patch or []]})
         return
-    names = ("question", "answer", "patched_answer") if patches else ("question", "answer")
-    table = Table(*(name.replace("_", " ") for name in names))
-    for found in answers:
-        table.add_row(*(escape(found[name]) for name in names))
-    stdout.print(table)
+    table = Table(*(name.replace("_", " ") for name in answers))
+    for row in rows:
+        table.add_row(*map(escape, row))
+    common.stdout.print(table)

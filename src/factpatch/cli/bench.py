@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Precision, Seed
+from factpatch.cli.common import Device, Json, Precision, Seed, at_least
 from factpatch.cli.merge import Mode
 
 if TYPE_CHECKING:
@@ -18,9 +18,16 @@ app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_h
 
 Shape = Annotated[
     Literal["bert-base", "bart-base", "minilm", "marian", "smollm2", "qwen-1.5b", "llama-8b"],
-    typer.Option(help="The architecture to time, with random weights."),
+    typer.Option(
+        metavar="NAME",
+        help="Architecture to time, with random weights: bert-base, bart-base, minilm, marian, smollm2, qwen-1.5b or "
+        "llama-8b.",
+    ),
 ]
-Tokens = Annotated[int, typer.Option(min=2, max=512, help="Tokens per row. FEVER claims have 13 on average.")]
+Tokens = Annotated[
+    int, typer.Option(min=2, max=512, metavar="N", help="Tokens per row. FEVER claims have 13 on average.")
+]
+Repeats = Annotated[int, at_least(1, "Number of timed runs; the median is reported.")]
 
 EXPLANATIONS = (
     "published implementation: one edit at a time, with dense updates of the weights",
@@ -32,11 +39,11 @@ EXPLANATIONS = (
 @app.command()
 def edit(
     shape: Shape = "bert-base",
-    edits: Annotated[int, typer.Option(min=1, help="Edits per batch.")] = 8,
-    rows: Annotated[int, typer.Option(min=1, help="Rows per edit in the forward pass of the edited model.")] = 8,
+    edits: Annotated[int, at_least(1, "Edits per batch.")] = 8,
+    rows: Annotated[int, at_least(1, "Rows per edit in the forward pass of the edited model.")] = 8,
     tokens: Tokens = 16,
     precision: Precision = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median is reported.")] = 5,
+    repeats: Repeats = 5,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -51,11 +58,11 @@ def edit(
     from factpatch import bench
 
     with common.status_bar(f"{shape} on {model.device}") as update:
-        result = bench.bench_edit(model, edits, rows, tokens, repeats, lambda share: update(share, ""))
+        result: dict[str, Any] = bench.bench_edit(model, edits, rows, tokens, repeats, lambda share: update(share, ""))
     if as_json:
         common.print_json({**_about(shape, rows, tokens, model), **result})
         return
-    steady, given_back = result, result["memory_given_back"]
+    given_back = result["memory_given_back"]
     table = Table("", "ms per edit", "edits/s", "speedup", *(["edits/s, memory\ngiven back"] if given_back else []))
     for name, key in (
         (f"{edits} edits in one batch", "edits_per_second"),
@@ -63,8 +70,8 @@ def edit(
         ("published implementation", "reference_edits_per_second"),
         ("frozen model alone", "limit_edits_per_second"),
     ):
-        rate = steady[key]
-        speedup = rate / steady["reference_edits_per_second"]
+        rate = result[key]
+        speedup = rate / result["reference_edits_per_second"]
         cells = [f"{1000 / rate:.1f}", common.per_second(rate), f"{speedup:.2f}"]
         table.add_row(name, *cells, *([common.per_second(given_back[key])] if given_back else []))
     common.stdout.print(table)
@@ -82,11 +89,11 @@ def edit(
 @app.command()
 def train(
     shape: Shape = "bert-base",
-    edits: Annotated[int, typer.Option(min=1, help="Edits per step.")] = 128,
-    rows: Annotated[int, typer.Option(min=3, help="Rows per edit.")] = 16,
+    edits: Annotated[int, at_least(1, "Edits per step.")] = 128,
+    rows: Annotated[int, at_least(3, "Rows per edit.")] = 16,
     tokens: Tokens = 32,
     precision: Precision = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed steps; the median is reported.")] = 20,
+    repeats: Repeats = 20,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -127,13 +134,11 @@ def train(
 @app.command()
 def evaluate(
     shape: Shape = "minilm",
-    edits: Annotated[
-        int | None, typer.Option(min=1, help="Patches per batch. Default: as many as factpatch evaluate uses.")
-    ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows per patch.")] = 128,
+    edits: Annotated[int | None, at_least(1, "Patches per batch. Default: as many as factpatch evaluate uses.")] = None,
+    rows: Annotated[int, at_least(1, "Rows per patch.")] = 128,
     tokens: Tokens = 16,
     precision: Precision = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; the median is reported.")] = 20,
+    repeats: Repeats = 20,
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -159,15 +164,10 @@ def evaluate(
     common.stdout.print(f"{result['fraction_of_limit']:.0%} of the unedited model's speed.")
 
 
-def _explain(*lines: str) -> None:
-    for line in lines:
-        common.stdout.print(f"[dim]{line}[/]")
-
-
 @app.command()
 def merge(
     shape: Shape = "bert-base",
-    facts: Annotated[int, typer.Option(min=1, help="Number of patches to merge, with one fact each.")] = 256,
+    facts: Annotated[int, at_least(1, "Number of patches to merge, with one fact each.")] = 256,
     tokens: Tokens = 13,
     mode: Mode = "unedited",
     precision: Precision = None,
@@ -186,10 +186,7 @@ def merge(
 
     with common.working(f"{shape} on {model.device}"):
         result = {"shape": shape, "device": str(model.device), **bench_merge(model, facts, tokens, mode)}
-    if as_json:
-        common.print_json(result)
-    else:
-        common.show_counts(result, shape)
+    common.print_result(result, shape, as_json)
 
 
 def _build(shape: str, device: str | None, precision: str | None, seed: int) -> TaskModel:
@@ -206,3 +203,8 @@ def _build(shape: str, device: str | None, precision: str | None, seed: int) -> 
 def _about(shape: str, rows: int, tokens: int, model: TaskModel) -> dict[str, Any]:
     precision = str(model.model.dtype)
     return {"shape": shape, "rows": rows, "tokens": tokens, "device": str(model.device), "precision": precision}
+
+
+def _explain(*lines: str) -> None:
+    for line in lines:
+        common.stdout.print(f"[dim]{line}[/]")

@@ -10,7 +10,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from factpatch.errors import FileError
-from factpatch.files import checked_target
+from factpatch.files import check_writable, checked_target
 
 if TYPE_CHECKING:
     import torch
@@ -32,11 +32,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if one is available, otherwise the CPU.")
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Random seed.")]
 Model = Annotated[
     str,
     typer.Option(help='Model folder, GGUF file, model name on the Hugging Face hub, or "world" for the embedded one.'),
 ]
+Editor = Annotated[str, typer.Option(help='Folder of an editor trained for this model, or "world".')]
 Template = Annotated[
     str | None,
     typer.Option(
@@ -49,12 +49,21 @@ Precision = Annotated[
     Literal["fp32", "bf16"] | None, typer.Option(help="fp32 or bf16. Default: bf16 on a GPU, fp32 on the CPU.")
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip bad records and count them.")]
-MaxUpdates = Annotated[
-    int,
-    typer.Option(
-        min=1, metavar="N", help="Repeat the update until the edit succeeds, at most N times. 1 makes a single update."
-    ),
-]
+
+
+def at_least(least: int, help: str) -> Any:
+    """Returns an option for a number N with a minimum."""
+    return typer.Option(min=least, metavar="N", help=help)
+
+
+def check_seed(seed: int | None) -> int | None:
+    """Checks the range of a seed. The option has no min and max, because help would show all 19 digits of the max."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise typer.BadParameter(f"expected a number from 0 to 2^63 - 1, found {seed}")
+    return seed
+
+
+Seed = Annotated[int, typer.Option(callback=check_seed, metavar="N", help="Random seed.")]
 
 MAX_UPDATES = 5  # equals editors.looped.MAX_UPDATES, whose import would load torch
 
@@ -83,11 +92,17 @@ def print_json(result: dict[str, Any]) -> None:
     print(json.dumps(result, ensure_ascii=False))
 
 
-@contextmanager
-def working(message: str) -> Iterator[None]:
-    """Shows a message with a spinner while the block runs."""
-    with stderr.status(message):
-        yield
+def print_result(result: dict[str, Any], title: object, as_json: bool) -> None:
+    """Prints the numbers of a result as JSON or as a table."""
+    if as_json:
+        print_json(result)
+    else:
+        show_counts(result, title)
+
+
+def working(message: str) -> AbstractContextManager[object]:
+    """Shows a message with a spinner while a block runs, once for all processes."""
+    return stderr.status(message) if is_main_process() else nullcontext()
 
 
 def announce(message: str) -> None:
@@ -120,8 +135,10 @@ def refuse_used_folder(folder: Path, option: str) -> None:
 
 
 def refuse_existing_file(file: Path, option: str) -> None:
+    """Refuses a file that exists, or that could not be written after long work."""
     if checked_target(file).exists():
         raise FileError(f"expected a new file, but {file} exists; delete it, or choose another {option}")
+    check_writable(file)
 
 
 def failed_edit_advice(max_updates: int) -> str:
@@ -152,6 +169,11 @@ def format_number(name: str, value: float) -> str:
     if name.endswith("seconds"):
         return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
     return f"{value:.2e}" if name.startswith(("kl", "margin")) else f"{value:.1%}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Formats a number with its noun: 1 fact, 1,024 facts."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def per_second(rate: float) -> str:
@@ -223,11 +245,14 @@ def prepare(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def load(name: str, device: str | None, dtype: torch.dtype | None = None, template: str | None = None) -> TaskModel:
-    """Loads a model and limits torch's threads to the free cores."""
+def load(
+    name: str, device: str | None, seed: int, template: str | None = None, dtype: torch.dtype | None = None
+) -> TaskModel:
+    """Seeds torch, loads a model and limits torch's threads to the free cores."""
     from factpatch.device import use_free_cores
     from factpatch.models import load_model
 
+    prepare(seed)
     model = load_model(name, device, dtype, template=template)
     use_free_cores(model)
     return model

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Column, Table
 
 from factpatch.cli import common
-from factpatch.cli.common import MAX_UPDATES, Device, Json, Seed, escape
+from factpatch.cli.common import MAX_UPDATES, Device, Json, Seed, at_least, escape
 
 SHOWN = 30  # rows of the table; the JSON result has all
 NARROW = {"ok": 3, "other\nwording": 7, "others\nkept": 6}  # the narrow columns of the table and their widths
@@ -25,15 +25,11 @@ def demo(
         typer.Option(metavar="QUESTION ANSWER", help="Teach the model this fact instead of all changes since 2018."),
     ] = None,
     page: Annotated[
-        bool, typer.Option("--page", help="Ask and correct the model on a page in the browser. Needs the extra web.")
+        bool, typer.Option("--page", help="Ask and correct the model on a web page. Needs the extra `web`.")
     ] = False,
     max_updates: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Repeat the update until the edit succeeds, at most N times. Default: 5 with --fact, otherwise 1.",
-        ),
+        at_least(1, "Repeat the update until the edit succeeds, at most N times. Default: 5 with --fact, otherwise 1."),
     ] = None,
     device: Device = None,
     seed: Seed = 0,
@@ -58,16 +54,12 @@ def demo(
 
         common.prepare(seed)
         imported = time.perf_counter()
-        model = common.load("world", device)
+        model = common.load("world", device, seed)
         trained = load_editor("world", model.device)
         editor = Looped(trained, max_updates)
         loaded = time.perf_counter()
-        known = True
-        if fact:
-            revision, known = world_demo.own_fact(model, *fact)
-            revisions = [revision]
-        else:
-            revisions = world_demo.outdated(model)
+        revision, known = world_demo.own_fact(model, *fact) if fact else (None, True)
+        revisions = [revision] if revision else world_demo.outdated(model)
     with common.progress_bar("patching", len(revisions)) as advance:
         result = world_demo.demonstrate(model, editor, revisions, seed, advance)
     if not fact:
@@ -92,21 +84,19 @@ def _open_page(device: str | None, seed: int, as_json: bool) -> None:
         serve("world", "world", ledger, port=0, open_browser=True, device=device, seed=seed, as_json=as_json)
 
 
-def _show_table(result: dict[str, Any], own: bool) -> None:
+def _show_table(result: dict[str, Any], is_own_fact: bool) -> None:
     """Prints one line per edit; what does not fit into the terminal's width is shortened, not wrapped."""
-    title = "Your fact" if own else "What has changed since 1 January 2018, one patch per fact"
+    title = "Your fact" if is_own_fact else "What has changed since 1 January 2018, one patch per fact"
     room = common.stdout.width - sum(NARROW.values()) - len(NARROW) - 3  # one space between columns
     answer = room * 2 // 9
     widths = {"question": room - 3 * answer, "before": answer, "wanted": answer, "now": answer, **NARROW}
     columns = [Column(name, width=width, no_wrap=True, overflow="ellipsis") for name, width in widths.items()]
     table = Table(*columns, title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=0, title_justify="left")
     for change in result["changes"][:SHOWN]:
-        texts = (escape(change[key]) for key in ("before", "target", "after"))
-        ok = "[green]yes[/]" if change["success"] else "[red]NO[/]"
         table.add_row(
             escape(_shortened(change["question"], widths["question"])),
-            *texts,
-            ok,
+            *(escape(change[key]) for key in ("before", "target", "after")),
+            "[green]yes[/]" if change["success"] else "[red]NO[/]",
             {None: "-", True: "yes", False: "NO"}[change["other_wording_success"]],
             f"{change['kept']}/{change['of']}",
         )
@@ -125,36 +115,33 @@ def _shortened(question: str, width: int) -> str:
 
 
 def _show_failures(result: dict[str, Any], max_updates: int) -> None:
-    failed = [change for change in result["changes"] if not change["success"]]
-    if failed:
+    if failed := [change for change in result["changes"] if not change["success"]]:
         common.stdout.print(f"{len(failed)} of {result['edits']} edits failed:")
-    for change in failed:
-        common.stdout.print(escape(f"- {change['question']} Wanted “{change['target']}”, got “{change['after']}”."))
-    if failed:
+        for change in failed:
+            common.stdout.print(escape(f"- {change['question']} Wanted “{change['target']}”, got “{change['after']}”."))
         common.stdout.print(common.failed_edit_advice(max_updates))
     if not result["known_question"]:
         common.stdout.print(
             "The embedded model was not trained on this question in these words, so its answer before the edit may "
-            "have been a guess. "
-            "After the edit, it may answer other questions about the same subject wrongly."
+            "have been a guess. After the edit, it may answer other questions about the same subject wrongly."
         )
 
 
 def _show_together(result: dict[str, Any]) -> None:
-    if (found := result.get("together")) is None:
+    if (joint := result.get("together")) is None:
         return
-    title = f"All {found['facts']} changes in the model at the same time, tried on {found['retain_inputs']} other facts"
+    title = f"All {joint['facts']} changes in the model at the same time, tried on {joint['retain_inputs']} other facts"
     ways = {
         "scoped": "a ledger of patches, each used only for questions about its own fact",
-        "merged": f"one merged patch of {found['bytes'] / 1e6:.1f} MB",
+        "merged": f"one merged patch of {joint['bytes'] / 1e6:.1f} MB",
     }
     names = ("success", "retain", "equivalence")
     table = Table("approach", *names, title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
     for key, label in ways.items():
-        table.add_row(label, *(f"{found[key][name]:.3f}" for name in names))
+        table.add_row(label, *(f"{joint[key][name]:.3f}" for name in names))
     common.stdout.print(table)
     common.stdout.print(
-        f"One more fact took {found['add_seconds']:.2f} s to add and {found['remove_seconds']:.2f} s to remove."
+        f"One more fact took {joint['add_seconds']:.2f} s to add and {joint['remove_seconds']:.2f} s to remove."
     )
 
 

@@ -1,4 +1,4 @@
-"""The command `factpatch edit`."""
+"""The command `factpatch edit`, and the options for facts that `factpatch ledger add` shares with it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import MAX_UPDATES, Device, Json, MaxUpdates, Model, Seed, SkipBad, Template, escape
-from factpatch.cli.others import read_others
+from factpatch.cli.common import MAX_UPDATES, Device, Editor, Json, Model, Seed, SkipBad, Template, at_least, escape
+from factpatch.cli.others import MAX_OTHERS, read_others
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, read_numbered_edits, same
 from factpatch.files import check_writable
@@ -21,20 +21,22 @@ if TYPE_CHECKING:
     from factpatch.editors import EditMethod
     from factpatch.models import TaskModel
 
+Input = Annotated[str | None, typer.Option(help="The question or claim to edit.")]
+Target = Annotated[str | None, typer.Option(help="The answer or label that the model should give.")]
+Facts = Annotated[Path | None, typer.Option(help='File of many edits: one {"input": ..., "target": ...} per line.')]
 
-MAX_OTHERS = 500
 PREDICTED_PER_BATCH = 256  # facts; a bad one is reported before those after it are predicted
 
 
 def edit(
     model: Model,
-    editor: Annotated[str, typer.Option(help='Folder of an editor trained for this model, or "world".')],
-    input: Annotated[str | None, typer.Option(help="The question or claim to edit.")] = None,
-    target: Annotated[str | None, typer.Option(help="The answer or label that the model should give.")] = None,
-    facts: Annotated[
-        Path | None, typer.Option(help='Many edits: a file with one {"input": ..., "target": ...} per line.')
-    ] = None,
-    max_updates: MaxUpdates = MAX_UPDATES,
+    editor: Editor,
+    input: Input = None,
+    target: Target = None,
+    facts: Facts = None,
+    max_updates: Annotated[
+        int, at_least(1, "Repeat the update until the edit succeeds, at most N times. 1 makes a single update.")
+    ] = MAX_UPDATES,
     others: Annotated[
         Path | None,
         typer.Option(
@@ -60,19 +62,19 @@ def edit(
 
     Example: factpatch edit --model world --editor world --input "What is the capital of Burundi?" --target Gitega
     """
-    if (facts is None) == (input is None) or (input is None) != (target is None):
-        raise typer.BadParameter("give either --input and --target, or --facts")
+    check_asked(input, target, facts)
     asked, bad = read_numbered_edits(facts, skip_bad) if facts else ([("", FactEdit(x=str(input), a=str(target)))], 0)
-    if save:
-        (common.refuse_used_folder if facts else common.refuse_existing_file)(save, "--save")
-        check_writable(save / "patch" if facts else save)
+    if save and facts:
+        common.refuse_used_folder(save, "--save")
+        check_writable(save / "patch")
+    elif save:
+        common.refuse_existing_file(save, "--save")
 
     start = time.perf_counter()
     with common.working("loading"):
         from factpatch.editors import Looped, load_editor
 
-        common.prepare(seed)
-        task_model = common.load(model, device, template=template)
+        task_model = common.load(model, device, seed, template)
         loaded = load_editor(editor, task_model.device)
         if others is not None:
             from factpatch.covariance import Covariance
@@ -98,11 +100,16 @@ def edit(
     else:
         common.print_json({**results[0], "seconds": seconds})
     if failed:
-        which = f"{failed} of {len(results)} edits failed" if facts else "The edit failed"
-        saved = "" if keep_failed or not save else " and was not saved" if not facts else " and were not saved"
-        common.warn(f"{which}{saved}. {common.failed_edit_advice(max_updates)}")
+        which, was = (f"{failed} of {len(results)} edits", "were") if facts else ("The edit", "was")
+        unsaved = f" and {was} not saved" if save and not keep_failed else ""
+        common.warn(f"{which} failed{unsaved}. {common.failed_edit_advice(max_updates)}")
     if failed == len(results) and not keep_failed:
         raise typer.Exit(1)
+
+
+def check_asked(input: str | None, target: str | None, facts: Path | None) -> None:
+    if (facts is None) == (input is None) or (input is None) != (target is None):
+        raise typer.BadParameter("give either --input and --target, or --facts")
 
 
 def _usable(model: TaskModel, asked: list[tuple[str, FactEdit]], skip_bad: bool) -> list[FactEdit]:
@@ -114,12 +121,12 @@ def _usable(model: TaskModel, asked: list[tuple[str, FactEdit]], skip_bad: bool)
     with common.progress_bar("predicting", len(asked)) as advance:
         for first in range(0, len(asked), PREDICTED_PER_BATCH):
             part = asked[first : first + PREDICTED_PER_BATCH]
-            for (position, _), found in zip(part, model.resolve_each([edit for _, edit in part]), strict=True):
-                if isinstance(found, FactEdit):
-                    usable.append(found)
+            for (position, _), resolved in zip(part, model.resolve_each([edit for _, edit in part]), strict=True):
+                if isinstance(resolved, FactEdit):
+                    usable.append(resolved)
                 elif not skip_bad:
-                    advice = f"{position}: {found}; fix it, or skip bad records with --skip-bad"
-                    raise InputError(advice) if position else found
+                    advice = f"{position}: {resolved}; fix it, or skip bad records with --skip-bad"
+                    raise InputError(advice) if position else resolved
             advance(len(part))
     if not usable:
         raise InputError(f"none of the {len(asked)} facts can be edited; leave out --skip-bad to see why")
@@ -129,7 +136,7 @@ def _usable(model: TaskModel, asked: list[tuple[str, FactEdit]], skip_bad: bool)
 def _edit_all(
     model: TaskModel, method: EditMethod, edits: list[FactEdit], patch_path: Callable[[int, bool], Path | None]
 ) -> list[dict[str, Any]]:
-    """Makes the edits, saves each patch to `patch_path(number, success)` unless that is None, and returns results."""
+    """Makes the edits and returns their results. Each patch is saved to `patch_path(number, success)`, if not None."""
     results: list[dict[str, Any]] = []
     size = method.edits_per_batch(model)  # how many patches are in memory together
     with common.progress_bar("editing", len(edits)) as advance:
@@ -139,8 +146,7 @@ def _edit_all(
             for patch, answer in zip(patches, answers, strict=True):
                 asked = patch.edits[0]
                 success = same(answer, asked.a)
-                path = patch_path(len(results) + 1, success)
-                if path is not None:
+                if path := patch_path(len(results) + 1, success):
                     patch.save(path)
                 about = {"input": asked.x, "before": asked.y, "after": answer, "target": asked.a, "success": success}
                 results.append({**about, "rank": patch.rank, "norm": patch.norm(), "patch": path and str(path)})
@@ -150,14 +156,13 @@ def _edit_all(
 
 def _show(results: list[dict[str, Any]]) -> None:
     table = Table("input", "before", "after", "target", "success", "rank", "norm")
-    for r in results:
-        texts = (escape(r[key]) for key in ("input", "before", "after", "target"))
-        success = "[green]yes[/]" if r["success"] else "[red]NO[/]"
-        table.add_row(*texts, success, str(r["rank"]), f"{r['norm']:.3g}")
+    for result in results:
+        texts = (escape(result[key]) for key in ("input", "before", "after", "target"))
+        success = "[green]yes[/]" if result["success"] else "[red]NO[/]"
+        table.add_row(*texts, success, str(result["rank"]), f"{result['norm']:.3g}")
     common.stdout.print(table)
-    saved = [r for r in results if r["patch"]]
-    if saved:
+    if saved := [result for result in results if result["patch"]]:
         more = f" and {len(saved) - 1} more" if len(saved) > 1 else ""
-        failed = sum(not r["success"] for r in saved)
+        failed = sum(not result["success"] for result in saved)
         warning = f", although {'the edit' if len(saved) == 1 else f'{failed} of these edits'} failed" if failed else ""
         common.stdout.print(f"Saved {escape(saved[0]['patch'])}{more}{warning}.", soft_wrap=True)

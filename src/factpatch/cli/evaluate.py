@@ -10,8 +10,8 @@ import typer
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad, Template, escape
-from factpatch.cli.evaluate_options import check_options, needs_sample, parse_options, parse_sizes
+from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad, Template, at_least, counted, escape
+from factpatch.cli.evaluate_options import check_joint_options, check_options, needs_sample, parse_options, parse_sizes
 from factpatch.errors import InputError
 from factpatch.files import check_writable, content_hash
 
@@ -48,26 +48,29 @@ def evaluate(
     ] = None,
     bound: Annotated[float | None, typer.Option(help="For zhu: maximum change of each weight.")] = None,
     select: Annotated[
-        bool, typer.Option("--select", help="Choose the baseline's block and bound on the revisions of --valid.")
+        bool,
+        typer.Option("--select", help="For finetune and zhu: choose the block and bound that are best on --valid."),
     ] = False,
     valid: Annotated[
         str | None,
         typer.Option(
-            help="File for --select, such as the training revisions. Default: the part of --data that is not edited."
+            help="Revision file for --select, such as the one for training. Default: the part of --data that is not "
+            "edited."
         ),
     ] = None,
     targets: Annotated[
         Literal["beam", "gold", "relation", "invented"],
         typer.Option(
+            metavar="KIND",
             help="Answers to edit to: beam (the model's own alternatives), gold (the correct answers, where the model "
-            "is wrong), relation (answers of other facts of the same relation) or invented (made-up names)."
+            "is wrong), relation (answers of other facts of the same relation) or invented (made-up names).",
         ),
     ] = "beam",
-    edits: Annotated[int | None, typer.Option(min=1, help="Number of edits to sample. Default: all.")] = None,
-    retain: Annotated[int | None, typer.Option(min=1, help="Number of control inputs to sample. Default: all.")] = None,
+    edits: Annotated[int | None, at_least(1, "Number of edits to sample. Default: all.")] = None,
+    retain: Annotated[int | None, at_least(1, "Number of control inputs to sample. Default: all.")] = None,
     loop: Annotated[bool, typer.Option("--loop", help="Repeat an editor's update until the edit succeeds.")] = False,
     max_updates: Annotated[
-        int | None, typer.Option(min=1, help="Maximum updates per edit. Default: 5 with --loop, otherwise 1.")
+        int | None, at_least(1, "Maximum updates per edit. Default: 5 with --loop, otherwise 1.")
     ] = None,
     ridge: Annotated[
         float | None,
@@ -80,10 +83,11 @@ def evaluate(
         str | None, typer.Option(help="Also measure N facts edited together, for each N of a list such as 1,16,64.")
     ] = None,
     merge: Annotated[
-        str,
+        Literal["solve", "scope", "sum", "own"],
         typer.Option(
-            help="How --together puts N facts into one model: solve (least squares), scope, sum, "
-            "or own (the method's own way, for ultraedit and memit)."
+            metavar="WAY",
+            help="How --together puts N facts into one model: solve (merge by least squares), scope (use each patch "
+            "only for inputs about its fact), sum (add the patches) or own (a joint update, for ultraedit and memit).",
         ),
     ] = "solve",
     others: Annotated[
@@ -98,7 +102,10 @@ def evaluate(
     ] = None,
     mode: Annotated[
         Literal["unedited", "sequence"],
-        typer.Option(help="For --merge solve: unedited solves for each weight alone, sequence layer by layer."),
+        typer.Option(
+            metavar="MODE",
+            help="For --merge solve: unedited solves for each weight alone, sequence layer by layer.",
+        ),
     ] = "unedited",
     refine: Annotated[
         int,
@@ -129,28 +136,13 @@ def evaluate(
     check_options(method, editor, layers, bound, select, valid, updates, ridge)
     options = parse_options(setting, method, editor, select)
     sizes = parse_sizes(together)
-    if not sizes and (scope or (others and ridge is None and not needs_sample(method))):
-        raise typer.BadParameter("--others and --scope are only used by --together; add it, or leave them out")
-    if scope and merge != "scope":
-        raise typer.BadParameter("--scope is only used by --merge scope; add it, or leave --scope out")
-    if (refine or mode != "unedited") and not (sizes and merge == "solve"):
-        raise typer.BadParameter(
-            "--mode and --refine are only used by --together with --merge solve; add these, or leave them out"
-        )
+    is_fitted = ridge is not None or needs_sample(method)
+    check_joint_options(bool(sizes), merge, others, is_fitted, scope, mode, refine)
     check_writable(output)
     with common.working("loading"):
-        from factpatch.data.holdout import hash_shuffled
-        from factpatch.data.revisions import hash_revisions, load_revisions, teachable
+        from factpatch.data.revisions import hash_revisions, load_revisions
         from factpatch.device import find_device
-        from factpatch.evaluation import (
-            COVERED,
-            MergeOptions,
-            Together,
-            count_joint_edits,
-            measuring_precision,
-            sample_edits,
-            solve_against_inputs,
-        )
+        from factpatch.evaluation import MergeOptions, Together, count_measured_edits, measuring_precision, sample_edits
         from factpatch.evaluation import evaluate as run
         from factpatch.models import load_model
         from factpatch.processes import join_processes
@@ -167,24 +159,18 @@ def evaluate(
     with measuring_precision(task_model, precision, baseline=editor is None):
         sample, controls = sample_edits(task_model, revisions, edits, retain, seed, targets)
         unused: list[Revision] = []
-        if joint or ridge is not None or needs_sample(method):
+        if joint or is_fitted:
             unused = fitted_to if fitted_to is not None else _without(revisions, [*sample, *controls])
-            if not unused:  # nothing is fitted to inputs that it is measured on
-                unused, controls = controls[::2], controls[1::2]
-            unused = hash_shuffled(unused, seed)
+            unused, controls = _split_for_fitting(unused, controls, seed)
         if joint:
             joint = replace(joint, others=unused)
-        total = (min(len(sample), COVERED) if sizes else len(sample)) + count_joint_edits(len(sample), sizes)
         tried: list[dict[str, Any]] = []
         if select:
             left = to_choose_on if to_choose_on is not None else _without(revisions, sample)
             chosen, tried = _selected(task_model, method == "zhu", layers or "all", left, targets, seed)
         else:
             chosen = _method(task_model, method, editor, {"layers": layers, "bound": bound, **options}, updates)
-            if chosen.needs_sample:
-                chosen = chosen.calibrated(task_model, teachable(task_model, unused))
-            if ridge is not None:
-                solve_against_inputs(task_model, chosen, unused, ridge)
+            chosen = _fitted(chosen, task_model, unused, ridge)
         settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed, "targets": targets}
         settings |= {"others": others} if others or joint or ridge is not None else {}
         settings |= {"ridge": ridge} if ridge is not None else {}
@@ -192,9 +178,9 @@ def evaluate(
         settings |= {"set": options} if options else {}
         settings |= {"sample_hash": hash_revisions(unused)} if needs_sample(method) else {}
         settings |= {"scope_hash": content_hash(scope)} if scope else {}
-        with common.progress_bar("editing", total) as advance:
+        with common.progress_bar("editing", count_measured_edits(len(sample), sizes)) as advance:
             result = run(chosen, task_model, sample, controls, output, settings, advance, joint, tried)
-    if not common.is_main_process() or result is None:
+    if result is None:  # not the main process
         return
     if as_json:
         common.print_json({**result.to_dict(), "bad": len(bad)})
@@ -240,10 +226,36 @@ def _selected(
         return select(model, layers, bounded, edits, others, advance)
 
 
+def _split_for_fitting(
+    unused: list[Revision], controls: list[Revision], seed: int
+) -> tuple[list[Revision], list[Revision]]:
+    """Returns shuffled inputs to fit to, and the control inputs.
+
+    If no input is unused, half of the control inputs are taken, so that nothing is fitted to what it is measured on.
+    """
+    from factpatch.data.holdout import hash_shuffled
+
+    if not unused:
+        unused, controls = controls[::2], controls[1::2]
+    return hash_shuffled(unused, seed), controls
+
+
+def _fitted(method: EditMethod, model: TaskModel, sample: list[Revision], ridge: float | None) -> EditMethod:
+    """Fits a method to a sample of inputs, if it needs one or if there is a ridge."""
+    from factpatch.data.revisions import teachable
+    from factpatch.evaluation import solve_against_inputs
+
+    if method.needs_sample:
+        method = method.calibrated(model, teachable(model, sample))
+    if ridge is not None:
+        solve_against_inputs(model, method, sample, ridge)
+    return method
+
+
 def _show(result: Result, output: Path, bad: int) -> None:
     from factpatch.metrics import METRICS
 
-    table = Table("metric", "value", "95 % interval", "what it is", title=escape(str(output)))
+    table = Table("metric", "value", "95 % interval", "meaning", title=escape(str(output)))
     for key, metric in METRICS.items():
         if (value := result.metrics[key]) is None:
             continue
@@ -251,11 +263,11 @@ def _show(result: Result, output: Path, bad: int) -> None:
         table.add_row(metric.label, f"{metric.show(value)} {metric.unit}".strip(), interval, metric.meaning)
     common.stdout.print(table)
     for point in result.curve:
-        shares = ((METRICS[key], point.result.metrics[key]) for key in ("success", "retain", "equivalence"))
-        shown = ", ".join(f"{m.label.lower()} {m.show(value)} {m.unit}" for m, value in shares if value is not None)
-        common.stdout.print(f"{point.facts:,} facts together ({point.groups} groups): {shown}", soft_wrap=True)
-    skipped = f", {bad:,} bad lines skipped" if bad else ""
-    rate = f", {result.edits / result.seconds:.3g} per second" if result.seconds else ""
-    common.stdout.print(
-        f"{result.edits:,} edits on {result.retain_inputs:,} control inputs{rate}{skipped}", soft_wrap=True
-    )
+        rates = ((METRICS[key], point.result.metrics[key]) for key in ("success", "retain", "equivalence"))
+        shown = ", ".join(f"{m.label.lower()} {m.show(value)} {m.unit}" for m, value in rates if value is not None)
+        size = f"{counted(point.facts, 'fact')} together ({counted(point.groups, 'group')})"
+        common.stdout.print(f"{size}: {shown}", soft_wrap=True)
+    size = f"{counted(result.edits, 'edit')} on {counted(result.retain_inputs, 'control input')}"
+    speed = f", {result.edits / result.seconds:.3g} per second" if result.seconds else ""
+    skipped = f", {counted(bad, 'bad line')} skipped" if bad else ""
+    common.stdout.print(f"{size}{speed}{skipped}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Checks the options of `factpatch evaluate` before anything is loaded."""
+"""Checks and parses the options of `factpatch evaluate` before anything is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_options(
     updates: int,
     ridge: float | None = None,
 ) -> None:
-    """Refuses combinations of options that do not make sense, before anything is loaded."""
+    """Refuses combinations of options that do not make sense."""
     _check_method(method, editor)
     if editor is not None and layers is not None:
         raise typer.BadParameter("a trained editor changes the layers it was trained for; leave --layers out")
@@ -36,13 +36,27 @@ def check_options(
     if bound is not None and not 0 < bound < float("inf"):
         raise typer.BadParameter(f"expected a bound above 0, found {bound}", param_hint="--bound")
     if layers == "block" and not select:
-        raise typer.BadParameter("--layers block needs --select; or name the block")
+        raise typer.BadParameter("--layers block needs --select; add it, or name a block")
     if select and method not in SELECTABLE:
         raise typer.BadParameter(f"--select works with {' and '.join(SELECTABLE)} only")
     if select and method == "finetune" and layers != "block":
         raise typer.BadParameter("for finetune, --select chooses a block: add --layers block")
     if valid and not select:
         raise typer.BadParameter("--valid is only used by --select; add --select, or leave --valid out")
+
+
+def check_joint_options(
+    together: bool, merge: str, others: str | None, is_fitted: bool, scope: str | None, mode: str, refine: int
+) -> None:
+    """Refuses options that have no effect. If the method `is_fitted` to inputs, --others has one without --together."""
+    if not together and (scope or (others and not is_fitted)):
+        raise typer.BadParameter("--others and --scope are only used by --together; add it, or leave them out")
+    if scope and merge != "scope":
+        raise typer.BadParameter("--scope is only used by --merge scope; add it, or leave --scope out")
+    if (refine or mode != "unedited") and not (together and merge == "solve"):
+        raise typer.BadParameter(
+            "--mode and --refine are only used by --together with --merge solve; add these, or leave them out"
+        )
 
 
 def _check_method(method: str | None, editor: str | None) -> None:

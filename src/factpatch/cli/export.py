@@ -12,14 +12,12 @@ from rich.table import Table
 
 from factpatch.cli import common
 from factpatch.cli.common import Device, Json, Model, Seed, Template, escape
-from factpatch.cli.others import ComparedInputs, MaxOthers, Wordings, evenly_spaced, read_wordings
+from factpatch.cli.others import MAX_OTHERS, ComparedInputs, MaxOthers, Wordings, evenly_spaced, read_wordings
 from factpatch.facts import normalize
 
 if TYPE_CHECKING:
     from factpatch.models import TaskModel
     from factpatch.patch import Patch
-
-MAX_OTHERS = 500
 
 Rank = Annotated[
     int | None,
@@ -32,7 +30,7 @@ Rank = Annotated[
 
 
 def export(
-    file: Annotated[Path, typer.Argument(help="A patch file.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A patch file.")],
     model: Model,
     output: Annotated[Path, typer.Option(help="A new folder for the adapter.")],
     rank: Rank = None,
@@ -53,11 +51,10 @@ def export(
         from factpatch.patch import Patch
 
         check_rank(rank)
-        common.prepare(seed)
         patch = Patch.load(file)
-        task_model = common.load(model, device, template=template)
-        found = export_adapter(patch, task_model, output, rank, *read_wordings(others, model), max_others)
-    show_export(found, as_json)
+        task_model = common.load(model, device, seed, template)
+        exported = export_adapter(patch, task_model, output, rank, *read_wordings(others, model), max_others)
+    show_export(exported, as_json)
 
 
 def export_adapter(
@@ -94,21 +91,23 @@ def export_adapter(
 
 def control_inputs(patch: Patch, others: Sequence[str], most: int) -> list[str]:
     """Returns an evenly spaced sample of the inputs that the patch does not edit."""
-    own = {normalize(edit.x) for edit in patch.edits}
-    return evenly_spaced([text for text in others if normalize(text) not in own], most)
+    edited = {normalize(edit.x) for edit in patch.edits}
+    return evenly_spaced([text for text in others if normalize(text) not in edited], most)
 
 
-def show_export(found: dict[str, Any], as_json: bool) -> None:
+def show_export(exported: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        common.print_json(found)
+        common.print_json(exported)
         return
-    lost = 100 * (1 - found["kept"])
+    lost = 100 * (1 - exported["kept"])
     kept = f"all but {lost:.2g} % of the change's squared norm" if lost else "the whole change"
     common.stdout.print(
-        f"Wrote {escape(found['output'])}: a LoRA adapter of rank {found['rank']} for {found['weights']} weights, "
-        f"{found['bytes'] / 1e6:.2f} MB. It keeps {kept}."
+        f"Wrote {escape(exported['output'])}: a LoRA adapter of rank {exported['rank']} for {exported['weights']} "
+        f"weights, {exported['bytes'] / 1e6:.2f} MB. It keeps {kept}."
     )
-    table = Table("", "patch", "adapter", title=f"edits: {found['edits']}, other inputs: {found['retain_inputs']}")
-    for name, before in found["before"].items():
-        table.add_row(name, *("–" if rate is None else f"{rate:.3f}" for rate in (before, found["after"][name])))
+    table = Table(
+        "", "patch", "adapter", title=f"edits: {exported['edits']}, other inputs: {exported['retain_inputs']}"
+    )
+    for name, before in exported["before"].items():
+        table.add_row(name, *("–" if rate is None else f"{rate:.3f}" for rate in (before, exported["after"][name])))
     common.stdout.print(table)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, Template
+from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, Template, at_least
 
 
 def fit(
@@ -23,14 +23,13 @@ def fit(
     ] = None,
     holdout: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Number of held-out facts. Default: 1000 claims or 500 questions, or a tenth if that is less."
-        ),
+        at_least(1, "Number of held-out facts. Default: 1000 claims or 500 questions, or a tenth if that is less."),
     ] = None,
     task: Annotated[
         Literal["classify", "answer"],
         typer.Option(
-            help="classify: predict labels of claims. answer: answer questions, with an encoder-decoder or a decoder."
+            metavar="TASK",
+            help="classify: predict labels of claims. answer: answer questions, with an encoder-decoder or a decoder.",
         ),
     ] = "classify",
     labels: Annotated[
@@ -96,6 +95,5 @@ def fit(
             update(status.share, f"step {status.step}  loss {status.loss:.3f}  {score}")
 
         result = run.run(train, dev, skip_bad, watch, valid)
-    if not common.is_main_process():
-        return
-    common.print_json(result) if as_json else common.show_counts(result, output)
+    if common.is_main_process():
+        common.print_result(result, output, as_json)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, Template, escape
+from factpatch.cli.common import Device, Editor, Json, Model, Seed, SkipBad, Template, escape
+from factpatch.cli.edit import Facts, Input, Target, check_asked
 from factpatch.cli.export import Rank, export_adapter, show_export
-from factpatch.cli.merge import MAX_OTHERS, CovarianceFile, Mode, Refine, Ridge, find_covariance
-from factpatch.cli.others import ComparedInputs, MaxOthers, Others, read_others, read_wordings
+from factpatch.cli.merge import MAX_OTHERS as MAX_OTHERS_TO_MERGE
+from factpatch.cli.merge import CovarianceFile, Mode, Refine, Ridge, find_covariance
+from factpatch.cli.others import MAX_OTHERS, ComparedInputs, MaxOthers, Others, read_others, read_wordings
 from factpatch.errors import FileError, InputError
 from factpatch.facts import FactEdit, normalize, read_edits
-from factpatch.files import check_writable
 
 if TYPE_CHECKING:
     from factpatch.ledger import Ledger
@@ -35,7 +36,7 @@ def init(
     ledger: LedgerFile,
     model: Model,
     others: Others = None,
-    max_others: MaxOthers = MAX_OTHERS,
+    max_others: MaxOthers = MAX_OTHERS_TO_MERGE,
     covariance: CovarianceFile = None,
     ridge: Ridge = None,
     mode: Mode = "unedited",
@@ -54,13 +55,12 @@ def init(
     with common.working("creating"):
         from factpatch.ledger import Ledger
 
-        common.prepare(seed)
-        task_model = common.load(model, device, template=template)
-        found = find_covariance(task_model, covariance, others, model, max_others)
+        task_model = common.load(model, device, seed, template)
+        usual = find_covariance(task_model, covariance, others, model, max_others)
         texts = read_others(others, model, max_others) if refine else None
-        Ledger(ledger, task_model, texts, covariance=found, ridge=ridge, mode=mode, refine=refine).close()
+        Ledger(ledger, task_model, texts, covariance=usual, ridge=ridge, mode=mode, refine=refine).close()
     if as_json:
-        common.print_json({"ledger": str(ledger), "model": model, "others": found.count})
+        common.print_json({"ledger": str(ledger), "model": model, "others": usual.count})
     else:
         common.stdout.print(f"Created {escape(str(ledger))} for {escape(model)}.")
 
@@ -69,13 +69,13 @@ def init(
 def add(
     ledger: LedgerFile,
     model: Model,
-    editor: Annotated[str, typer.Option(help='Folder of an editor trained for this model, or "world".')],
-    input: Annotated[str | None, typer.Option(help="The question or claim to edit.")] = None,
-    target: Annotated[str | None, typer.Option(help="The answer that the model should give.")] = None,
+    editor: Editor,
+    input: Input = None,
+    target: Target = None,
     paraphrase: Annotated[
         list[str] | None, typer.Option(help="Another wording of --input, checked by verify. May be repeated.")
     ] = None,
-    facts: Annotated[Path | None, typer.Option(help='A file with one {"input": ..., "target": ...} per line.')] = None,
+    facts: Facts = None,
     note: Annotated[str, typer.Option(help="A remark to keep with the facts, such as their source.")] = "",
     skip_bad: SkipBad = False,
     template: Template = None,
@@ -87,8 +87,7 @@ def add(
 
     Example: factpatch ledger add --ledger facts.db --model world --editor world --facts facts.jsonl
     """
-    if (facts is None) == (input is None) or (input is None) != (target is None):
-        raise typer.BadParameter("give either --input and --target, or --facts")
+    check_asked(input, target, facts)
     if facts and paraphrase:
         raise typer.BadParameter("--paraphrase belongs to --input; leave it out with --facts")
     edits, bad = read_edits(facts, skip_bad) if facts else ([FactEdit(str(input), str(target))], 0)
@@ -98,8 +97,7 @@ def add(
         from factpatch.editors import load_editor
         from factpatch.ledger import Ledger
 
-        common.prepare(seed)
-        task_model = common.load(model, device, template=template)
+        task_model = common.load(model, device, seed, template)
         with Ledger(ledger, task_model) as opened:
             paraphrases = {str(input): paraphrase or []}
             added = opened.add(load_editor(editor, task_model.device), edits, paraphrases, note)
@@ -121,7 +119,8 @@ def remove(ledger: LedgerFile, fact: FactId, device: Device = None, seed: Seed =
 def list_facts(
     ledger: LedgerFile,
     status: Annotated[
-        Literal["active", "removed", "replaced", "all"], typer.Option(help="Which facts to list.")
+        Literal["active", "removed", "replaced", "all"],
+        typer.Option(metavar="STATUS", help="Facts to list: active, removed, replaced or all."),
     ] = "active",
     device: Device = None,
     seed: Seed = 0,
@@ -142,11 +141,11 @@ def show(ledger: LedgerFile, fact: FactId, device: Device = None, seed: Seed = 0
     Example: factpatch ledger show --ledger facts.db 3
     """
     with _opened(ledger, device) as opened:
-        found, history = opened.fact(fact), opened.history(fact)
+        recorded, history = asdict(opened.fact(fact)), opened.history(fact)
     if as_json:
-        common.print_json({**asdict(found), "history": [asdict(event) for event in history]})
+        common.print_json({**recorded, "history": [asdict(event) for event in history]})
         return
-    for key, value in asdict(found).items():
+    for key, value in recorded.items():
         text = ", ".join(value) if isinstance(value, tuple) else str(value)
         common.stdout.print(f"{key}: {escape(text)}")
     for event in history:
@@ -158,7 +157,7 @@ def verify(
     ledger: LedgerFile,
     model: Model,
     others: Others = None,
-    max_others: MaxOthers = 500,
+    max_others: MaxOthers = MAX_OTHERS,
     template: Template = None,
     device: Device = None,
     seed: Seed = 0,
@@ -173,16 +172,14 @@ def verify(
     with common.working("verifying"):
         from factpatch.ledger import Ledger
 
-        common.prepare(seed)
-        task_model = common.load(model, device, template=template)
+        task_model = common.load(model, device, seed, template)
         with Ledger(ledger, task_model) as opened:
-            own = {fact.x for fact in opened.facts()}
-            known = others is not None or model == "world"
-            texts = read_others(others, model, max_others) if known else []
-            found = opened.verify([text for text in texts if text not in own])
-    lost = [verdict for verdict in found.verdicts if not verdict.holds]
-    counts = {"facts": len(found.verdicts), "lost": len(lost)}
-    counts |= {"others": found.others, "others_unchanged": found.others_unchanged}
+            edited = {fact.x for fact in opened.facts()}
+            texts = read_others(others, model, max_others) if others or model == "world" else []
+            checked = opened.verify([text for text in texts if text not in edited])
+    lost = [verdict for verdict in checked.verdicts if not verdict.holds]
+    counts = {"facts": len(checked.verdicts), "lost": len(lost)}
+    counts |= {"others": checked.others, "others_unchanged": checked.others_unchanged}
     if as_json:
         common.print_json({**counts, "lost_facts": [verdict.fact.id for verdict in lost]})
     else:
@@ -193,7 +190,7 @@ def verify(
                 f"[red]does not hold:[/] {fact.id} {escape(fact.x)}: {escape(answers)}, not {escape(fact.target)}"
             )
         common.stdout.print(f"{counts['facts'] - len(lost)} of {counts['facts']} facts hold.")
-        common.stdout.print(f"{found.others_unchanged} of {found.others} other answers are unchanged.")
+        common.stdout.print(f"{checked.others_unchanged} of {checked.others} other answers are unchanged.")
     if lost:
         raise typer.Exit(1)
 
@@ -208,7 +205,7 @@ def export(
     ] = False,
     rank: Rank = None,
     others: ComparedInputs = None,
-    max_others: MaxOthers = 500,
+    max_others: MaxOthers = MAX_OTHERS,
     template: Template = None,
     device: Device = None,
     seed: Seed = 0,
@@ -218,22 +215,26 @@ def export(
 
     Example: factpatch ledger export --ledger facts.db --model world --output merged.safetensors
     """
-    if not peft:
-        if rank is not None or others:
-            raise typer.BadParameter("--rank and --others belong to --peft; add it, or leave them out")
+    if not peft and (rank is not None or others):
+        raise typer.BadParameter("--rank and --others belong to --peft; add it, or leave them out")
+    if peft:
+        common.refuse_used_folder(output, "--output")
+    else:
         common.refuse_existing_file(output, "--output")
-        check_writable(output)
-        _write(ledger, model, output, template, device, seed, as_json, folder=False)
-        return
-    common.refuse_used_folder(output, "--output")
     with common.working("exporting"):
-        common.prepare(seed)
-        task_model = common.load(model, device, template=template)
+        task_model = common.load(model, device, seed, template)
         patch, facts = _merged(ledger, task_model)
-        paraphrases, texts = read_wordings(others, model)
-        paraphrases = {**paraphrases, **{normalize(fact.x): fact.paraphrases for fact in facts if fact.paraphrases}}
-        found = export_adapter(patch, task_model, output, rank, paraphrases, texts, max_others)
-    show_export(found, as_json)
+        exported = None
+        if peft:
+            known, texts = read_wordings(others, model)
+            paraphrases = {**known, **{normalize(fact.x): fact.paraphrases for fact in facts if fact.paraphrases}}
+            exported = export_adapter(patch, task_model, output, rank, paraphrases, texts, max_others)
+        else:
+            patch.save(output)
+    if exported:
+        show_export(exported, as_json)
+    else:
+        _show_written(output, patch, as_json)
 
 
 @app.command()
@@ -251,41 +252,21 @@ def apply(
     Example: factpatch ledger apply --ledger facts.db --model world --output runs/patched
     """
     common.refuse_used_folder(output, "--output")
-    _write(ledger, model, output, template, device, seed, as_json, folder=True)
+    with common.working("merging"):
+        task_model = common.load(model, device, seed, template)
+        patch, _ = _merged(ledger, task_model)
+        patch.apply(task_model)
+        task_model.save(output)
+    _show_written(output, patch, as_json)
 
 
 def _opened(ledger: Path, device: str | None) -> Ledger:
-    """Opens a ledger without its model. The device is not needed, but a wrong one is refused as everywhere."""
+    """Opens a ledger without its model. The device is not used, but a wrong one is refused as in other commands."""
     from factpatch.device import find_device
     from factpatch.ledger import Ledger
 
     find_device(device)
     return Ledger(ledger)
-
-
-def _write(
-    ledger: Path,
-    model: str,
-    output: Path,
-    template: str | None,
-    device: str | None,
-    seed: int,
-    as_json: bool,
-    folder: bool,
-) -> None:
-    with common.working("merging"):
-        common.prepare(seed)
-        task_model = common.load(model, device, template=template)
-        patch, _ = _merged(ledger, task_model)
-        if folder:
-            patch.apply(task_model)
-            task_model.save(output)
-        else:
-            patch.save(output)
-    if as_json:
-        common.print_json({"output": str(output), "facts": len(patch.edits), "bytes": patch.nbytes})
-    else:
-        common.stdout.print(f"Wrote {escape(str(output))}: {len(patch.edits)} fact{'s' * (len(patch.edits) != 1)}.")
 
 
 def _merged(ledger: Path, model: TaskModel) -> tuple[Patch, list[Fact]]:
@@ -299,11 +280,17 @@ def _merged(ledger: Path, model: TaskModel) -> tuple[Patch, list[Fact]]:
         return opened.patch(), facts
 
 
+def _show_written(output: Path, patch: Patch, as_json: bool) -> None:
+    if as_json:
+        common.print_json({"output": str(output), "facts": len(patch.edits), "bytes": patch.nbytes})
+    else:
+        common.stdout.print(f"Wrote {escape(str(output))}: {common.counted(len(patch.edits), 'fact')}.")
+
+
 def _print_facts(facts: list[Fact], as_json: bool) -> None:
     if as_json:
         keys = ("id", "x", "before", "target", "status", "added", "note")
-        lines: list[dict[str, Any]] = [{key: getattr(fact, key) for key in keys} for fact in facts]
-        common.print_json({"facts": lines})
+        common.print_json({"facts": [{key: getattr(fact, key) for key in keys} for fact in facts]})
         return
     table = Table("id", "input", "before", "target", "status", "added")
     for fact in facts:

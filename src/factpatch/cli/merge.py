@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,14 +12,14 @@ import typer
 from factpatch.cli import common
 from factpatch.cli.common import Device, Json, Model, Seed, Template, escape
 from factpatch.cli.others import MaxOthers, Others, read_others
-from factpatch.facts import same
+from factpatch.facts import FactEdit, same
 from factpatch.files import check_writable
 
 if TYPE_CHECKING:
     from factpatch.covariance import Covariance
     from factpatch.models import TaskModel
 
-MAX_OTHERS = 5000
+MAX_OTHERS = 5000  # inputs that the covariance is computed from
 
 Ridge = Annotated[
     float | None,
@@ -31,8 +32,9 @@ Ridge = Annotated[
 Mode = Annotated[
     Literal["unedited", "sequence"],
     typer.Option(
+        metavar="MODE",
         help="unedited: solve for each weight separately, on the unedited model. sequence: solve layer by layer, "
-        "which is slower but keeps more facts if the editor was not trained for merging."
+        "which is slower but keeps more facts if the editor was not trained for merging.",
     ),
 ]
 Refine = Annotated[
@@ -73,20 +75,18 @@ def merge(
     Example: factpatch patch merge runs/patches/*.safetensors --model world --output runs/merged.safetensors
     """
     common.refuse_existing_file(output, "--output")
-    check_writable(output)
     start = time.perf_counter()
     with common.working("merging"):
         from factpatch import merging, refining
         from factpatch.patch import Patch
 
-        common.prepare(seed)
         patches = [Patch.load(file) for file in files]
-        task_model = common.load(model, device, template=template)
+        task_model = common.load(model, device, seed, template)
         merging.check_mergeable(task_model, patches)
-        usual = find_covariance(task_model, covariance, others, model, max_others)
+        other_inputs = find_covariance(task_model, covariance, others, model, max_others)
         if smallest:
             patches = merging.smallest_part(task_model, patches)
-        merged = merging.merge(task_model, patches, covariance=usual, ridge=ridge, mode=mode)
+        merged = merging.merge(task_model, patches, covariance=other_inputs, ridge=ridge, mode=mode)
     if refine:
         with common.progress_bar("refining", refine) as advance:
             merged = refining.refine(
@@ -94,13 +94,12 @@ def merge(
             )
     with common.working("checking"):
         with merged.applied(task_model):
-            answers = task_model.predict([edit.x for edit in merged.edits])
-        lost = [edit for edit, answer in zip(merged.edits, answers, strict=True) if not same(answer, edit.a)]
+            lost = lost_facts(task_model, merged.edits)
         merged.save(output)
-    about = {"output": str(output), "facts": len(merged.edits), "lost": len(lost), "others": usual.count}
     if as_json:
-        seconds = time.perf_counter() - start
-        common.print_json({**about, "rank": merged.rank, "bytes": merged.nbytes, "seconds": seconds})
+        counts = {"facts": len(merged.edits), "lost": len(lost), "others": other_inputs.count}
+        size = {"rank": merged.rank, "bytes": merged.nbytes, "seconds": time.perf_counter() - start}
+        common.print_json({"output": str(output), **counts, **size})
         return
     for edit in lost:
         common.stdout.print(f"[red]does not hold:[/] {escape(edit.x)} → {escape(edit.a)}")
@@ -110,17 +109,23 @@ def merge(
         common.stdout.print("Try --refine 60, --mode sequence or a smaller --ridge.")
 
 
+def lost_facts(model: TaskModel, edits: Sequence[FactEdit]) -> list[FactEdit]:
+    """Returns the edits whose target the model does not give."""
+    answers = model.predict([edit.x for edit in edits])
+    return [edit for edit, answer in zip(edits, answers, strict=True) if not same(answer, edit.a)]
+
+
 def find_covariance(model: TaskModel, file: Path | None, others: Path | None, name: str, most: int) -> Covariance:
     """Loads the covariance from its file, or computes it from the other inputs and writes the file."""
     from factpatch.covariance import Covariance
 
     if file is not None and file.exists():
-        found = Covariance.load(file)
-        found.check_fits(model)
-        return found
+        covariance = Covariance.load(file)
+        covariance.check_fits(model)
+        return covariance
     if file is not None:
         check_writable(file)
-    found = Covariance.compute(model, read_others(others, name, most))
+    covariance = Covariance.compute(model, read_others(others, name, most))
     if file is not None:
-        found.save(file)
-    return found
+        covariance.save(file)
+    return covariance

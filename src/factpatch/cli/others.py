@@ -1,4 +1,4 @@
-"""Reads the inputs that the commands protect from changes or compare answers on."""
+"""Inputs besides the edited ones: those whose answers should not change, and those that answers are compared on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from factpatch import world
+from factpatch.cli.common import at_least
 from factpatch.errors import InputError
 from factpatch.facts import normalize
 from factpatch.jsonl import read_jsonl, required_text, text_list
 
+MAX_OTHERS = 500  # inputs that answers are compared on; merging uses more
 Wordings = Mapping[str, Sequence[str]]  # paraphrases by the input's normalised text
 
 Others = Annotated[
@@ -22,9 +24,7 @@ Others = Annotated[
         "Default for --model world: the questions of its facts."
     ),
 ]
-MaxOthers = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Maximum number of inputs to use from --others, evenly spaced.")
-]
+MaxOthers = Annotated[int, at_least(1, "Maximum number of inputs to use from --others, evenly spaced.")]
 ComparedInputs = Annotated[
     Path | None,
     typer.Option(
@@ -58,8 +58,8 @@ def read_wordings(path: Path | None, model: str) -> tuple[Wordings, list[str]]:
         keys = [key for key in ("rephrases", "human_rephrases") if key in record]
         return required_text(record, "input"), [text for key in keys for text in text_list(record, key)]
 
-    found = [line for line in read_jsonl(path or world.REVISIONS, parse) if line is not None]
-    return {normalize(text): paraphrases for text, paraphrases in found}, [text for text, _ in found]
+    records = [record for record in read_jsonl(path or world.REVISIONS, parse) if record is not None]
+    return {normalize(text): paraphrases for text, paraphrases in records}, [text for text, _ in records]
 
 
 def evenly_spaced(texts: Sequence[str], most: int) -> list[str]:

@@ -51,4 +51,4 @@ def paraphrase(
     with common.progress_bar("translating", total) as advance:
         result = write_paraphrases(round_trip, data, output, skip_bad, advance)
     result["seconds"] = time.perf_counter() - start
-    common.print_json(result) if as_json else common.show_counts(result, output)
+    common.print_result(result, output, as_json)

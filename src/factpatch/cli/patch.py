@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from factpatch.cli import common, export, merge
 from factpatch.cli.common import Device, Json, Model, Seed, Template, escape
 from factpatch.errors import MismatchError
-from factpatch.facts import same
 
 app = typer.Typer(help="Inspect, apply, merge and export patches.", no_args_is_help=True)
 app.command()(merge.merge)
@@ -20,7 +19,7 @@ app.command()(export.export)
 
 @app.command()
 def show(
-    file: Annotated[Path, typer.Argument(help="A patch file.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A patch file.")],
     device: Device = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -57,7 +56,7 @@ def show(
         return
     for edit in patch.edits:
         common.stdout.print(f"[bold]{escape(edit.x)}[/]  {escape(edit.y or '')} → [green]{escape(edit.a)}[/]")
-    table = Table("weight", "shape", "form", "rank", "norm")
+    table = Table(Column("weight", overflow="fold"), "shape", "form", "rank", "norm")
     for layer in layers:
         shape = "×".join(map(str, layer["shape"]))
         table.add_row(escape(layer["weight"]), shape, layer["form"], str(layer["rank"]), f"{layer['norm']:.3g}")
@@ -89,24 +88,22 @@ def apply(
     with common.working("applying"):
         from factpatch.patch import Patch
 
-        common.prepare(seed)
         patches = [Patch.load(file) for file in files]
-        task_model = common.load(model, device, template=template)
+        task_model = common.load(model, device, seed, template)
         for patch in patches:
             patch.apply(task_model)
         facts = [edit for patch in patches for edit in patch.edits]
-        answers = task_model.predict([fact.x for fact in facts])
-        lost = [fact.x for fact, answer in zip(facts, answers, strict=True) if not same(answer, fact.a)]
+        lost = merge.lost_facts(task_model, facts)
         problem = f"{len(lost)} of {len(facts)} facts do not hold in the patched model"
         if lost and not force:
-            way_out = "merge them with factpatch patch merge" if len(patches) > 1 else "make the patch again"
-            raise MismatchError(f"{problem}; {way_out}, or write the model anyway with --force")
+            remedy = "merge them with factpatch patch merge" if len(patches) > 1 else "make the patch again"
+            raise MismatchError(f"{problem}; {remedy}, or write the model anyway with --force")
         task_model.save(output)
     if lost:
         common.warn(problem)
     if as_json:
-        about = {"patches": [str(file) for file in files], "model": model, "output": str(output)}
-        common.print_json({**about, "facts": len(facts), "lost": len(lost)})
+        names = {"patches": [str(file) for file in files], "model": model, "output": str(output)}
+        common.print_json({**names, "facts": len(facts), "lost": len(lost)})
         return
     count = f"{len(patches)} patch{'es' * (len(patches) > 1)}"
     common.stdout.print(f"Wrote {escape(str(output))}: {escape(model)} with {count}.")

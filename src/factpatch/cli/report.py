@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 
-from factpatch.cli.common import Device, Json, Seed, escape, print_json, stdout, working
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Seed, escape
 from factpatch.files import check_writable
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Output folders of factpatch evaluate and factpatch train.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER", help="Output folders of factpatch evaluate and factpatch train.")
+    ],
     output: Annotated[Path, typer.Option(help="Folder for the tables and figures.")],
     device: Device = None,
     seed: Seed = 0,
@@ -28,33 +31,23 @@ def report(
     Example: factpatch report runs/a runs/b --output report
     """
     start = time.perf_counter()
-    with working("drawing"):
+    with common.working("drawing"):
+        from factpatch import report as reports
         from factpatch.device import find_device
-        from factpatch.report import (
-            contests,
-            find_matplotlib,
-            list_figures,
-            main_table,
-            read_runs,
-            terminal_table,
-            write_figures,
-            write_tables,
-        )
 
         find_device(device)
-        find_matplotlib()
-        evaluations, trainings = read_runs(runs)
+        reports.find_matplotlib()
+        evaluations, trainings = reports.read_runs(runs)
         check_writable(output / "table.md")
-        table = main_table(evaluations)
-        compared = contests(evaluations, seed)
-        files = write_tables(table, evaluations, compared, output)
-        files += write_figures(list_figures(evaluations, trainings, compared), output)
+        table = reports.main_table(evaluations)
+        contests = reports.contests(evaluations, seed)
+        files = reports.write_tables(table, evaluations, contests, output)
+        files += reports.write_figures(reports.list_figures(evaluations, trainings, contests), output)
     if as_json:
-        seconds = time.perf_counter() - start
-        count = len(evaluations) + len(trainings)
-        print_json({"runs": count, "files": [str(file) for file in files], "seconds": seconds})
+        result = {"runs": len(evaluations) + len(trainings), "files": [str(file) for file in files]}
+        common.print_json({**result, "seconds": time.perf_counter() - start})
         return
     if evaluations:
-        stdout.print(terminal_table(table))
+        common.stdout.print(reports.terminal_table(table))
     for file in files:
-        stdout.print(escape(str(file)), soft_wrap=True)
+        common.stdout.print(escape(str(file)), soft_wrap=True)

@@ -42,11 +42,10 @@ def revise(
         from factpatch.data.revise import revise as write_revisions
         from factpatch.device import find_dtype
 
-        common.prepare(seed)
         refuse_overwriting(output, data)
         total = count_records(data, skip_bad)
-        task_model = common.load(model, device, find_dtype(precision, device), template)
+        task_model = common.load(model, device, seed, template, find_dtype(precision, device))
     with common.progress_bar("revising", total) as advance:
         result = write_revisions(task_model, data, output, skip_bad, advance)
     result["seconds"] = time.perf_counter() - start
-    common.print_json(result) if as_json else common.show_counts(result, output)
+    common.print_result(result, output, as_json)

@@ -9,18 +9,8 @@ from typing import Annotated
 
 import typer
 
-from factpatch.cli.common import (
-    Device,
-    Json,
-    Model,
-    Seed,
-    Template,
-    prepare,
-    print_json,
-    refuse_existing_file,
-    show_counts,
-    status_bar,
-)
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Model, Seed, Template, at_least
 
 app = typer.Typer(help="Train a scope, which decides which of many facts an input is about.", no_args_is_help=True)
 
@@ -30,8 +20,8 @@ def train(
     model: Model,
     data: Annotated[Path, typer.Option(help="Revision file with paraphrases, as written by factpatch revise.")],
     output: Annotated[Path, typer.Option(help="The scope file to write (.safetensors).")],
-    facts: Annotated[int, typer.Option(min=10, help="Maximum number of facts to train on.")] = 12_000,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 1500,
+    facts: Annotated[int, at_least(10, "Maximum number of facts to train on.")] = 12_000,
+    steps: Annotated[int, at_least(1, "Training steps.")] = 1500,
     false_matches: Annotated[
         float, typer.Option(help="Maximum share of unrelated inputs that may match one of 1,024 active facts.")
     ] = 0.005,
@@ -40,24 +30,22 @@ def train(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Train a scope for a model on the paraphrases of a revision file.
+    """Train a scope for a model on the paraphrases in a revision file.
 
     Example: factpatch scope train --model runs/qa --data qa-train.jsonl --output qa-scope.safetensors
     """
     start = time.perf_counter()
     from factpatch.data.revisions import read_revisions
-    from factpatch.files import check_writable
     from factpatch.models import load_model
     from factpatch.scope import Scope, ScopeConfig
 
-    prepare(seed)
+    common.prepare(seed)
     config = ScopeConfig(facts=facts, steps=steps, false_matches=false_matches, seed=seed)
-    refuse_existing_file(output, "--output")
-    check_writable(output)
+    common.refuse_existing_file(output, "--output")
     revisions = list(read_revisions(data))
     loaded = load_model(model, device, template=template)
-    with status_bar("training the scope") as update:
+    with common.status_bar("training the scope") as update:
         scope = Scope.train(loaded, revisions, config, lambda stage, share: update(share, stage))
     scope.save(output)
     result = {**asdict(scope.calibrated), "seconds": time.perf_counter() - start}
-    print_json(result) if as_json else show_counts(result, output)
+    common.print_result(result, output, as_json)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed, Template, escape
+from factpatch.cli.common import Device, Editor, Json, Model, Seed, Template, at_least, escape
 from factpatch.cli.others import evenly_spaced
 from factpatch.errors import InputError
 
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from factpatch.models import TaskModel
     from factpatch.scope import Scope
     from factpatch.serve.questions import Questions
-    from factpatch.serve.service import Service
 
 OTHERS_FOR_MERGING = 1200  # questions that a new ledger's merged patch leaves alone
 
 
 def serve(
     model: Model,
-    editor: Annotated[str, typer.Option(help='Folder of an editor trained for this model, or "world".')],
+    editor: Editor,
     ledger: Annotated[Path, typer.Option(help="Ledger file. It is created if it does not exist.")],
     others: Annotated[
         Path | None,
@@ -41,13 +40,13 @@ def serve(
             "world: its own scope, otherwise an untrained scope fitted to --others."
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. Any but 127.0.0.1 needs --token.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. All except 127.0.0.1 need --token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 means any free port.")] = 7860,
     token: Annotated[
         str | None,
         typer.Option(envvar="FACTPATCH_TOKEN", help="Secret of at least 16 characters that clients must send."),
     ] = None,
-    rate: Annotated[int, typer.Option(min=1, metavar="N", help="Requests per minute allowed for each client.")] = 600,
+    rate: Annotated[int, at_least(1, "Requests per minute allowed for each client.")] = 600,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     template: Template = None,
     device: Device = None,
@@ -65,15 +64,24 @@ def serve(
 
         run.require_web()
         run.check_exposure(host, token)
-        common.prepare(seed)
-        service = _load(model, editor, ledger, others, scope, rate, template, device, seed)
+        from factpatch.editors import load_editor
+        from factpatch.serve.limits import Limits
+        from factpatch.serve.service import Service
+
+        questions = _find_questions(model, others, seed)
+        task_model = common.load(model, device, seed, template)
+        _leave_a_core(task_model)
+        trained = load_editor(editor, task_model.device)
+        fact_scope = _find_scope(task_model, model, scope, others)
+        _create_ledger(ledger, task_model, questions)
+        service = Service(task_model, trained, ledger, fact_scope, questions, Limits(requests_per_minute=rate))
 
     def on_ready(url: str) -> None:
         if as_json:
             common.print_json({"url": url, "model": model, "ledger": str(ledger)})
         else:
-            text = f"Serving {escape(model)} with the facts of {escape(str(ledger))}: {url}"
-            common.stdout.print(text, soft_wrap=True)
+            facts = escape(str(ledger))
+            common.stdout.print(f"Serving {escape(model)} with the facts of {facts}: {url}", soft_wrap=True)
             common.stdout.print(f"API reference: {url}/docs. Stop with Ctrl-C.")
         if open_browser:
             webbrowser.open(url)
@@ -81,32 +89,8 @@ def serve(
     run.listen(service, host, port, token, on_ready)
 
 
-def _load(
-    model: str,
-    editor: str,
-    ledger: Path,
-    others: Path | None,
-    scope: Path | None,
-    rate: int,
-    template: str | None,
-    device: str | None,
-    seed: int,
-) -> Service:
-    from factpatch.editors import load_editor
-    from factpatch.serve.limits import Limits
-    from factpatch.serve.service import Service
-
-    questions = _find_questions(model, others, seed)
-    task_model = common.load(model, device, template=template)
-    _leave_a_core(task_model)
-    trained = load_editor(editor, task_model.device)
-    decides = _find_scope(task_model, model, scope, others)
-    _create_ledger(ledger, task_model, questions)
-    return Service(task_model, trained, ledger, decides, questions, Limits(requests_per_minute=rate))
-
-
 def _leave_a_core(model: TaskModel) -> None:
-    """Keeps one core free for the web server: threads that share a core with it slow the model down a lot."""
+    """Keeps one core free for the web server; threads that share a core with it slow the model down a lot."""
     import torch
 
     if model.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:

@@ -10,8 +10,8 @@ import typer
 
 from factpatch.cli import common
 from factpatch.cli.common import Device, Json, Model, Seed, Template, escape
-from factpatch.cli.export import MAX_OTHERS, control_inputs
-from factpatch.cli.others import ComparedInputs, MaxOthers, read_wordings
+from factpatch.cli.export import control_inputs
+from factpatch.cli.others import MAX_OTHERS, ComparedInputs, MaxOthers, read_wordings
 from factpatch.errors import InputError, MismatchError
 from factpatch.facts import normalize
 
@@ -24,7 +24,9 @@ SQLITE = b"SQLite format 3\x00"  # first bytes of a ledger
 
 
 def share(
-    source: Annotated[str, typer.Argument(help='A patch file, a ledger, the folder of an editor, or "world".')],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help='A patch file, a ledger, the folder of an editor, or "world".')
+    ],
     model: Model,
     name: Annotated[str, typer.Option(metavar="OWNER/NAME", help="Name on the hub.")],
     output: Annotated[Path, typer.Option(help="A new folder to write.")],
@@ -44,35 +46,35 @@ def share(
 ) -> None:
     """Write an editor, a patch or a ledger as a folder for the Hugging Face hub, with a model card.
 
-    Nothing is uploaded. For a patch or a ledger, the metrics on the card are measured now. A ledger is shared with its
-    history, which includes removed facts and notes.
+    Nothing is uploaded. For a patch or a ledger, this command measures the
+    metrics on the card. A ledger is shared with its history, which includes
+    removed facts and notes.
 
     Example: factpatch share gitega.safetensors --model world --name ada/gitega --output runs/shared
     """
     common.refuse_used_folder(output, "--output")
     for option, given in (("--name", name), ("--base", base)):
         if given is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", given):
-            raise typer.BadParameter(f"expected OWNER/NAME in {option}, found {given!r}")
+            raise typer.BadParameter(f"expected OWNER/NAME, found {given!r}", param_hint=option)
     if base is None and model != "world" and Path(model).expanduser().exists():
         raise InputError(f"{model} is a folder on this machine; give the model's name on the hub with --base")
     with common.working("sharing"):
         from factpatch import sharing
 
-        common.prepare(seed)
-        task_model = common.load(model, device, template=template)
+        task_model = common.load(model, device, seed, template)
         about = {"name": name, "model": base or model, "fingerprint": task_model.fingerprint}
         if source == "world" or Path(source).is_dir():
-            editor, found = _editor(source, task_model, data, evaluation)
-            sharing.share(editor, sharing.Card(kind="editor", **about, **found), output)
+            editor, content = _editor(source, task_model, data, evaluation)
+            sharing.share(editor, sharing.Card(kind="editor", **about, **content), output)
         else:
             patch, paraphrases, is_ledger = _patch(Path(source), task_model)
             known, texts = read_wordings(others, model)
             sample = control_inputs(patch, texts, max_others)
-            found = _measured(task_model, patch, {**known, **paraphrases}, sample, data)
-            card = sharing.Card(kind="ledger" if is_ledger else "patch", **about, **found)
+            content = _measured(task_model, patch, {**known, **paraphrases}, sample, data)
+            card = sharing.Card(kind="ledger" if is_ledger else "patch", **about, **content)
             sharing.share(Path(source) if is_ledger else patch, card, output)
     if as_json:
-        common.print_json({"output": str(output), "name": name, **found["figures"]})
+        common.print_json({"output": str(output), "name": name, **content["figures"]})
         return
     common.stdout.print(f"Wrote {escape(str(output))}. Read its README.md, then upload it:")
     common.stdout.print(f"hf upload {name} {escape(str(output))}", soft_wrap=True)
@@ -124,6 +126,6 @@ def _measured(
     from factpatch.evaluation.patches import measure_patches
 
     (figures,) = measure_patches(model, [patch], paraphrases, others)
-    count = len(patch.edits)
-    measured = f"{count:,} fact{'s' * (count != 1)}. Figures: these facts, {len(others):,} other inputs."
+    facts = common.counted(len(patch.edits), "fact")
+    measured = f"{facts}. Figures: these facts, {common.counted(len(others), 'other input')}."
     return {"data": f"{data} {measured}".strip(), "figures": figures, "facts": patch.edits}

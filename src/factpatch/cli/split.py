@@ -9,22 +9,14 @@ from typing import Annotated
 
 import typer
 
-from factpatch.cli.common import (
-    Device,
-    Json,
-    Seed,
-    SkipBad,
-    print_json,
-    progress_bar,
-    refuse_existing_file,
-    show_counts,
-)
+from factpatch.cli import common
+from factpatch.cli.common import Device, Json, Seed, SkipBad
 
 REPORT_EVERY = 1000  # records between two updates of the progress bar
 
 
 def split(
-    data: Annotated[list[str], typer.Argument(help="Data files to split together.")],
+    data: Annotated[list[str], typer.Argument(metavar="FILE", help="Data files to split together.")],
     train: Annotated[Path, typer.Option(help="The training file to write.")],
     dev: Annotated[Path, typer.Option(help="The dev file to write.")],
     share: Annotated[float, typer.Option(help="Share of each relation's facts for the dev file.")] = 0.1,
@@ -51,12 +43,11 @@ def split(
     from factpatch.device import find_device
 
     find_device(device)
-    refuse_overwriting(train, *data)
-    refuse_overwriting(dev, *data)
-    refuse_existing_file(train, "--train")
-    refuse_existing_file(dev, "--dev")
+    for file, option in ((train, "--train"), (dev, "--dev")):
+        refuse_overwriting(file, *data)
+        common.refuse_existing_file(file, option)
     counts = Counts()
-    with progress_bar("splitting", None) as advance:
+    with common.progress_bar("splitting", None) as advance:
 
         def records() -> Iterator[Record]:
             for source in data:
@@ -67,11 +58,6 @@ def split(
 
         parts = split_facts(records(), share, seed)
         write_split(parts, train, dev)
-    result = {
-        "records": counts.read,
-        "left_out": counts.left_out,
-        "bad": counts.bad,
-        **parts.counts(),
-        "seconds": time.perf_counter() - start,
-    }
-    print_json(result) if as_json else show_counts(result, f"{train} and {dev}")
+    result = {"records": counts.read, "left_out": counts.left_out, "bad": counts.bad, **parts.counts()}
+    result["seconds"] = time.perf_counter() - start
+    common.print_result(result, f"{train} and {dev}", as_json)

@@ -50,7 +50,9 @@ def train(
     skip_bad: SkipBad = False,
     template: Template = None,
     device: Device = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Random seed. Default: 0.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(callback=common.check_seed, metavar="N", help="Random seed. Default: 0.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train an editor whose edits succeed, generalise to paraphrases and leave other answers unchanged.
@@ -79,8 +81,10 @@ def train(
         result = run.run(train, valid, skip_bad, table.show, common.warn, table.show_stage)
     if not common.is_main_process():
         return
-    shown = {key: value for key, value in result.items() if key != "trained"}
-    common.print_json(result) if as_json else common.show_counts(shown, output)
+    if as_json:
+        common.print_json(result)
+    else:
+        common.show_counts({key: value for key, value in result.items() if key != "trained"}, output)
     if not result["trained"]:
         best = max(record["success"] for record in run.metrics)
         common.warn(
@@ -99,7 +103,7 @@ class _LiveTable(Live):
         self.stage = ""  # the last stage in the log
 
     def show_stage(self, stage: str, share: float) -> None:
-        """Shows the progress of a stage besides training."""
+        """Shows the progress of a stage other than training."""
         if self.visible:
             self.update(f"{stage}, {share:.0%}", refresh=True)
         elif stage != self.stage and stage != "validating" and not common.stderr.is_terminal:

@@ -5,17 +5,16 @@ from factpatch.evaluation.measure import measure, predicted_now
 from factpatch.evaluation.merges import MERGES, MergeOptions, solve_against_inputs
 from factpatch.evaluation.run import evaluate, measuring_precision, sample_edits
 from factpatch.evaluation.summary import Result, Summary
-from factpatch.evaluation.together import COVERED, Together, count_joint_edits
+from factpatch.evaluation.together import Together, count_measured_edits
 
 __all__ = [
-    "COVERED",
     "MERGES",
     "MergeOptions",
     "Result",
     "Summary",
     "Together",
     "count_choices",
-    "count_joint_edits",
+    "count_measured_edits",
     "evaluate",
     "measure",
     "measuring_precision",

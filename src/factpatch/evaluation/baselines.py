@@ -34,11 +34,11 @@ def select(
 
     def best_of(choices: Sequence[tuple[str, float | None]]) -> tuple[str, float | None]:
         for block, bound in choices:
-            found = summary(measure(_baseline(block, bound), model, edits, others))
-            tried.append({"layers": block, "bound": bound, "success": found["success"], "retain": found["retain"]})
+            rates = summary(measure(_baseline(block, bound), model, edits, others))
+            tried.append({"layers": block, "bound": bound, "success": rates["success"], "retain": rates["retain"]})
             on_done(1)
-        here = tried[-len(choices) :]
-        return choices[max(range(len(here)), key=lambda i: (here[i]["success"] or 0) + (here[i]["retain"] or 0))]
+        scores = [(one["success"] or 0) + (one["retain"] or 0) for one in tried[-len(choices) :]]
+        return choices[scores.index(max(scores))]
 
     block = best_of([(name, None) for name in block_names(model.layers)])[0] if layers == "block" else layers
     bound = best_of([(block, bound) for bound in BOUNDS])[1] if bounded else None

@@ -107,20 +107,18 @@ def _scores(examiner: Examiner, examined: Sequence[tuple[Revision, Examined]]) -
 
 def _example(model: TaskModel, patch: Patch, revision: Revision, others: Sequence[Revision]) -> dict[str, Any]:
     """Returns the best answers before and after, to the edited input, a paraphrase and a control input."""
-    own = own_forms(revision)
+    edited_forms = own_forms(revision)
     texts = {
         "input": [revision.input],
         "paraphrase": [*revision.human_rephrases, *revision.rephrases],
-        "unrelated": [other.input for other in others if normalize(other.input) not in own],
+        "unrelated": [other.input for other in others if normalize(other.input) not in edited_forms],
     }
     rows = []
-    for kind, found in texts.items():
-        if not found:
-            continue
-        encoded = model.encode(found[:1], model.max_input_tokens)
+    for kind, text in ((kind, candidates[0]) for kind, candidates in texts.items() if candidates):
+        encoded = model.encode([text], model.max_input_tokens)
         before = model.candidates_encoded(encoded)[0]
         with edited(model.layers, stack_patches([patch], model.layers)):
             after = model.candidates_encoded(encoded)[0]
-        rows.append({"kind": kind, "text": found[0], "before": before, "after": after})
+        rows.append({"kind": kind, "text": text, "before": before, "after": after})
     edit = patch.edits[0]
     return {"edit": {"x": edit.x, "y": edit.y, "a": edit.a}, "rows": rows}

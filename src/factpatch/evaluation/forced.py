@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from factpatch.data.revisions import Revision, edit_of
+from factpatch.evaluation.batches import edit_major_batches, padded_lists
 from factpatch.models import TaskModel
 from factpatch.models.forced import token_accuracy
 
@@ -21,19 +22,16 @@ def forced_accuracies(model: TaskModel, groups: Sequence[Sequence[Revision]], pa
     There is one group of revisions per edit. The model runs under the edits that are active, edit-major. Classifiers
     have no tokens to force, so nothing is measured for them. `parts` divides batches that do not fit into memory.
     """
-    found: list[Accuracies] = [{} for _ in groups]
+    accuracies: list[Accuracies] = [{} for _ in groups]
     if model.kind == "classifier":
-        return found
-    asked = [[(r, text) for r in group for text in (r.input, *r.rephrases, *r.human_rephrases)] for group in groups]
-    # Shorter lists are padded with their first entry, so that each edit has the same number of rows.
-    columns = [[own[k] if k < len(own) else own[0] for own in asked] for k in range(max(map(len, asked)))]
-    encoded = [model.encode([text for _, text in column], model.max_input_tokens) for column in columns]
-    targets = [model.encode_targets([edit_of(revision).a for revision, _ in column]) for column in columns]
-    lengths = [max(len(one["input_ids"]) for one in column) * len(groups) * parts for column in encoded]
-    for batch in model.batches(lengths):
-        pairs = [(e, k) for e in range(len(groups)) for k in batch]
-        rows = model.collate([encoded[k][e] for e, k in pairs], [targets[k][e] for e, k in pairs])
-        for (e, k), share in zip(pairs, token_accuracy(model, rows).tolist(), strict=True):
-            revision, text = columns[k][e]
-            found[e].setdefault(revision.id, {})[text] = share
-    return found
+        return accuracies
+    asked = padded_lists(
+        [[(r, text) for r in group for text in (r.input, *r.rephrases, *r.human_rephrases)] for group in groups]
+    )
+    for places, encoded in edit_major_batches(model, [[text for _, text in pairs] for pairs in asked], parts):
+        targets = model.encode_targets([edit_of(asked[edit][index][0]).a for edit, index in places])
+        shares = token_accuracy(model, model.collate(encoded, targets)).tolist()
+        for (edit, index), share in zip(places, shares, strict=True):
+            revision, text = asked[edit][index]
+            accuracies[edit].setdefault(revision.id, {})[text] = share
+    return accuracies

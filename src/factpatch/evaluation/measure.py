@@ -18,11 +18,12 @@ from factpatch.deltas import Delta
 from factpatch.editors import EditMethod
 from factpatch.engine import edited
 from factpatch.errors import InputError
+from factpatch.evaluation.batches import edit_major_batches, padded_lists
 from factpatch.evaluation.forced import forced_accuracies
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.metrics import Outcome
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import POSITIONS_PER_BATCH, Encoded
+from factpatch.models.rows import POSITIONS_PER_BATCH
 
 
 def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
@@ -82,12 +83,11 @@ class Examined:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Control inputs of similar length, with the unedited model's features."""
+    """Control inputs of similar length, with the unedited model's features if scores are measured."""
 
     indices: list[int]
     rows: Rows
     before: Tensor | None  # (positions, width)  features
-    row: Tensor | None  # (positions,)  the row each position belongs to
     answers: Tensor | None  # (inputs, tokens)  the unedited model's answers, if they can be confirmed
 
 
@@ -125,8 +125,8 @@ class Examiner:
         self.position = np.argsort([index for batch in self.batches for index in batch.indices])
         self.scores_before: NDArray[np.float32] | None = None
         if self.scores:
-            found = [self._scores(batch, batch.before, 1)[0] for batch in self.batches]
-            self.scores_before = torch.cat(found, 1)[0].cpu().numpy()[self.position]
+            scores = [self._scores(batch, batch.before, 1)[0] for batch in self.batches]
+            self.scores_before = torch.cat(scores, 1)[0].cpu().numpy()[self.position]
 
     def _batch(self, indices: list[int]) -> _Batch:
         encoded = [self.encoded[i] for i in indices]
@@ -134,9 +134,9 @@ class Examiner:
         targets = [self.targets[i] for i in indices] if self.targets else None
         rows = self.model.collate(encoded, targets)
         if targets is None:
-            return _Batch(indices, rows, None, None, answers)
+            return _Batch(indices, rows, None, answers)
         rows = rows.at_targets()
-        return _Batch(indices, rows, self.model.features(rows), rows.row_of_position, answers)
+        return _Batch(indices, rows, self.model.features(rows), answers)
 
     def examine(self, changes: Mapping[str, Delta], revisions: Sequence[Revision]) -> list[Examined]:
         """Measures a stack of changes, one per revision."""
@@ -159,46 +159,42 @@ class Examiner:
         return self.examine_groups(changes, groups)
 
     def _examine(self, changes: Mapping[str, Delta], groups: Sequence[Sequence[Revision]]) -> list[list[Examined]]:
-        own_texts = [[text for revision in group for text in measured_texts(revision)] for group in groups]
+        texts = [[text for revision in group for text in measured_texts(revision)] for group in groups]
         with edited(self.model.layers, changes):
-            limit = self.model.max_input_tokens
-            own = _answer_each(self.model, [self.model.encode(texts, limit) for texts in own_texts], self.parts)
+            answers = _answer_each(self.model, texts, self.parts)
             forced = forced_accuracies(self.model, groups, self.parts) if self.scores else [{}] * len(groups)
             answered = [self._ask(batch, len(groups)) for batch in self.batches]
-        scores, divergences = self._in_order([a.scores for a in answered]), self._in_order([a.kl for a in answered])
-        found: list[list[Examined]] = []
+        all_scores, all_kl = self._in_order([a.scores for a in answered]), self._in_order([a.kl for a in answered])
+        examined: list[list[Examined]] = []
         for e, group in enumerate(groups):
-            if divergences is not None and not np.isfinite(divergences[e]).all():
+            scores, divergence = (None if values is None else values[e] for values in (all_scores, all_kl))
+            if divergence is not None and not np.isfinite(divergence).all():
                 raise InputError(f"scores are not finite after the edit of {group[0].id}; try --precision fp32")
-            says = dict(zip(own_texts[e], own[e], strict=True))
-            by_batch = [text for answers in answered for text in answers.texts[e]]
+            says = dict(zip(texts[e], answers[e], strict=True))
+            by_batch = [text for batch in answered for text in batch.texts[e]]
             says_others = [by_batch[i] for i in self.position]
-            found.append([])
-            for revision in group:
-                divergence = None if divergences is None else divergences[e]
-                target = edit_of(revision).a
-                one = outcome(
-                    revision, target, says, self.controls, says_others, divergence, group, forced[e].get(revision.id)
-                )
-                found[-1].append(Examined(one, says, says_others, None if scores is None else scores[e]))
-        return found
+            outcomes = (
+                outcome(r, edit_of(r).a, says, self.controls, says_others, divergence, group, forced[e].get(r.id))
+                for r in group
+            )
+            examined.append([Examined(one, says, says_others, scores) for one in outcomes])
+        return examined
 
     def _in_order(self, parts: list[Tensor | None]) -> NDArray[np.float32] | None:
         """Concatenates the batches' values to (edits, inputs), in the order of the control inputs."""
-        there = [part for part in parts if part is not None]
-        return torch.cat(there, 1).cpu().numpy()[:, self.position] if there else None
+        measured = [part for part in parts if part is not None]
+        return torch.cat(measured, 1).cpu().numpy()[:, self.position] if measured else None
 
     def _ask(self, batch: _Batch, edits: int) -> _Answers:
         inputs = {key: tensor.repeat(edits, 1) for key, tensor in batch.rows.inputs.items()}
-        texts: list[str] | None = None
-        scores = divergences = None
+        texts = scores = divergences = None
         if self.scores:
             features = self.model.features(self._repeated(batch, inputs, edits))
             texts = self.model.answers_from(features)
             scores, divergences = self._scores(batch, features, edits)
         if batch.answers is not None:
             return _Answers(self._confirmed(batch, inputs, edits), scores, divergences)
-        if texts is None:
+        if texts is None:  # answering needs a search
             texts = [ranked[0] for ranked in self.model.decide(Rows(inputs), edits=edits)]
         count = len(batch.indices)
         return _Answers([texts[e * count : (e + 1) * count] for e in range(edits)], scores, divergences)
@@ -212,7 +208,7 @@ class Examiner:
         changed = [[k for k, confirmed in enumerate(row) if not confirmed] for row in still]  # by edit
         if not any(changed):
             return texts
-        asked = [[self.encoded[batch.indices[k]] for k in own or [0]] for own in changed]  # at least one each
+        asked = [[self.others[batch.indices[k]].input for k in own or [0]] for own in changed]  # at least one each
         for own, indices, answers in zip(texts, changed, _answer_each(self.model, asked, self.parts), strict=True):
             for k, answer in zip(indices, answers, strict=False):
                 own[k] = answer
@@ -230,23 +226,21 @@ class Examiner:
         """Returns scores of the original predictions, and KL from the unedited model: (edits, inputs) each."""
         assert features is not None
         assert batch.before is not None
-        assert batch.row is not None
         assert batch.rows.labels is not None
-        assert batch.rows.target_positions is not None
-        labels = batch.rows.labels.flatten()[batch.rows.target_positions]
-        positions = len(labels)
+        labels, row_of_position = batch.rows.target_labels, batch.rows.row_of_position
+        positions, step = len(labels), POSITIONS_PER_BATCH // edits or 1
         log_p, divergences = [], []
-        for start in range(0, positions, POSITIONS_PER_BATCH // edits or 1):
-            part = slice(start, start + (POSITIONS_PER_BATCH // edits or 1))
+        for start in range(0, positions, step):
+            part = slice(start, start + step)
             before = self.model.scores(batch.before[part])  # (positions, classes)
             after = self.model.scores(features.view(edits, positions, -1)[:, part])  # (edits, positions, classes)
             log_p.append(-F.cross_entropy(after.movedim(-1, 1), labels[part].expand(edits, -1), reduction="none"))
             divergences.append(kl(before.expand_as(after), after))
-        tokens = torch.bincount(batch.row, minlength=len(batch.indices))
+        tokens = torch.bincount(row_of_position, minlength=len(batch.indices))
 
         def mean_over_tokens(values: list[Tensor]) -> Tensor:
             sums = torch.zeros(edits, len(batch.indices), device=labels.device)
-            return sums.index_add(1, batch.row, torch.cat(values, 1)) / tokens
+            return sums.index_add(1, row_of_position, torch.cat(values, 1)) / tokens
 
         score = mean_over_tokens(log_p)
         # Log-odds for labels: a figure could not distinguish log-probabilities near 0.
@@ -255,16 +249,12 @@ class Examiner:
         return score, mean_over_tokens(divergences)
 
 
-def _answer_each(model: TaskModel, texts: list[list[Encoded]], parts: int) -> list[list[str]]:
-    """Answers each edit's own texts. Shorter lists are padded with their first text, so that rows line up."""
-    most = max(map(len, texts))
-    columns = [[own[k] if k < len(own) else own[0] for own in texts] for k in range(most)]
-    lengths = [max(len(one["input_ids"]) for one in column) * len(texts) * parts for column in columns]
-    answers: list[list[str]] = [[""] * most for _ in texts]
-    for batch in model.batches(lengths):
-        rows = model.collate([columns[k][e] for e in range(len(texts)) for k in batch])
-        decided = iter(model.decide(rows, edits=len(texts)))
-        for e in range(len(texts)):
-            for k in batch:
-                answers[e][k] = next(decided)[0]
-    return [own[: len(mine)] for own, mine in zip(answers, texts, strict=True)]
+def _answer_each(model: TaskModel, texts: list[list[str]], parts: int) -> list[list[str]]:
+    """Answers the texts of each edit."""
+    asked = padded_lists(texts)
+    answers = [[""] * len(row) for row in asked]
+    for places, encoded in edit_major_batches(model, asked, parts):
+        decided = model.decide(model.collate(encoded), edits=len(texts))
+        for (edit, index), ranked in zip(places, decided, strict=True):
+            answers[edit][index] = ranked[0]
+    return [row[: len(own)] for row, own in zip(answers, texts, strict=True)]

@@ -84,9 +84,9 @@ def examine_answers(
     `controls` are those of `others`, if they are already known.
     """
     controls = controls or ControlInputs(others)
-    own = list(dict.fromkeys(text for revision in group for text in measured_texts(revision)))
-    answers = answer([*own, *(other.input for other in others)])
-    says, says_others = dict(zip(own, answers, strict=False)), answers[len(own) :]
+    texts = list(dict.fromkeys(text for revision in group for text in measured_texts(revision)))
+    answers = answer([*texts, *(other.input for other in others)])
+    says, says_others = dict(zip(texts, answers, strict=False)), answers[len(texts) :]
     outcomes = [outcome(r, edit_of(r).a, says, controls, says_others, together=group) for r in group]
     return [Examined(one, says, says_others, None) for one in outcomes]
 
@@ -102,7 +102,7 @@ MERGES: dict[str, Merge] = {
     "sum": by_sum,
     "solve": by_solve,
     "scope": by_scope,
-    "own": by_sum,  # there is only one patch, which the method itself makes for the whole group
+    "own": by_sum,  # of the one patch that the method itself makes for the whole group
 }
 
 

@@ -41,8 +41,8 @@ class ControlInputs:
 
     def apart_from(self, revisions: Iterable[Revision]) -> Booleans:
         """Returns which inputs are neither an edited input nor a known paraphrase of one: (inputs,)."""
-        own = {form for revision in revisions for form in own_forms(revision)}
-        return ~np.isin(self.inputs, [self._by_form[form] for form in own if form in self._by_form])
+        forms = {form for revision in revisions for form in own_forms(revision)}
+        return ~np.isin(self.inputs, [self._by_form[form] for form in forms if form in self._by_form])
 
 
 def outcome(
@@ -67,8 +67,8 @@ def outcome(
     now = controls.numbers(control_answers)
     with_answers = kept & controls.has_answers
 
-    own = frozenset[str]().union(*map(own_forms, edited))
-    neighbours = [one for one in revision.neighbours if normalize(one.input) not in own]
+    edited_forms = frozenset[str]().union(*map(own_forms, edited))
+    neighbours = [one for one in revision.neighbours if normalize(one.input) not in edited_forms]
     paraphrases = [t for t in (*revision.rephrases, *revision.human_rephrases) if not same(t, revision.input)]
     accuracies = forced or {}
 

@@ -31,8 +31,8 @@ def measure_patches(
     examiner = Examiner(model, predicted_now(model, [_revision(text) for text in others]), 1)
 
     def rates(patch: Patch) -> dict[str, float | None]:
-        found = summary([examined.outcome for examined in examine_merged(examiner, patch, edits)])
-        return {name: found[name] for name in RATES}
+        metrics = summary([examined.outcome for examined in examine_merged(examiner, patch, edits)])
+        return {name: metrics[name] for name in RATES}
 
     return [rates(patch) for patch in patches]
 

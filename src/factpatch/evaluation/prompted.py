@@ -26,21 +26,21 @@ class PromptExaminer:
         """Measures each revision. KL is not measured, because the model reads other texts than before the edit."""
         asked = [[*measured_texts(r), *(other.input for other in self.others)] for r in revisions]
         prompts = [self.method.prompts(edit_of(r), texts) for r, texts in zip(revisions, asked, strict=True)]
-        answers = iter(self.model.predict([prompt for own in prompts for prompt in own], cut=True))
-        found: list[Examined] = []
+        answers = iter(self.model.predict([prompt for group in prompts for prompt in group], cut=True))
+        examined: list[Examined] = []
         for revision, texts in zip(revisions, asked, strict=True):
             said = [next(answers) for _ in texts]
-            own = len(texts) - len(self.others)
-            says, says_others = dict(zip(texts[:own], said[:own], strict=True)), said[own:]
+            count = len(texts) - len(self.others)  # texts about the edit; the control inputs follow
+            says, says_others = dict(zip(texts[:count], said[:count], strict=True)), said[count:]
             target, forced = edit_of(revision).a, self._forced(revision)
             one = outcome(revision, target, says, self.controls, says_others, forced=forced)
-            found.append(Examined(one, says, says_others, None))
-        return found
+            examined.append(Examined(one, says, says_others, None))
+        return examined
 
     def _forced(self, revision: Revision) -> dict[str, float] | None:
         texts = (revision.input, *revision.rephrases, *revision.human_rephrases)
         x, *others = self.method.prompts(edit_of(revision), texts)
         asked = replace(revision, input=x, rephrases=tuple(others), human_rephrases=(), neighbours=())
-        (found,) = forced_accuracies(self.model, [[asked]])
-        shares = found.get(revision.id)
+        (accuracies,) = forced_accuracies(self.model, [[asked]])
+        shares = accuracies.get(revision.id)
         return shares and {text: shares[prompt] for text, prompt in zip(texts, (x, *others), strict=True)}

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from factpatch.editors import EditMethod
 from factpatch.editors.prompt import FactInPrompt
 from factpatch.errors import FactpatchError, FileError, InputError
 from factpatch.evaluation.details import write_details
-from factpatch.evaluation.lines import EDITS, edit_line, open_lines, outcome_of, refuse_other_files, write_shared
+from factpatch.evaluation.lines import EDITS, edit_line, outcome_of, refuse_other_files, write_groups
 from factpatch.evaluation.measure import Examined, Examiner, predicted_now
 from factpatch.evaluation.prompted import PromptExaminer
 from factpatch.evaluation.summary import FILE, Conditions, Result, Summary
@@ -135,23 +136,17 @@ def _measure_each(
     """Measures each edit on its own and writes one line per edit; the caller finishes the file."""
     size = method.edits_per_batch(model)
     batches = [edits[start : start + size] for start in range(0, len(edits), size)]
-    lines = open_lines(folder / EDITS, identity)
-    # A run resumes after the last whole batch; only the very last batch may be shorter than the others.
-    done = broadcast_from_first((len(batches) if lines.done == len(edits) else lines.done // size) if lines else 0)
-    if lines:
-        lines.keep(min(done * size, len(edits)))
-    on_done(min(done * size, len(edits)))
-    examine = _examine_with(method, model, others, folder) if done < len(batches) else None
+    examiner = cache(partial(_examine_with, method, model, others, folder))  # not needed if all batches are finished
 
     def make_lines(number: int) -> list[str]:
-        assert examine is not None
-        batch = batches[number]
-        return [edit_line(revision, one) for revision, one in zip(batch, examine(number, batch), strict=True)]
+        examined = examiner()(number, batches[number])
+        return [edit_line(revision, one) for revision, one in zip(batches[number], examined, strict=True)]
 
-    write_shared(lines, range(done, len(batches)), make_lines, on_done)
+    lines = write_groups(folder / EDITS, identity, batches, make_lines, on_done)
     if lines is None:
         return None, None
-    return lines, Result.of(list(map(outcome_of, lines.lines())), len(others), lines.seconds())
+    outcomes = [outcome_of(json.loads(line)) for line in lines.lines()]
+    return lines, Result.of(outcomes, len(others), lines.seconds())
 
 
 def _examine_with(
@@ -212,10 +207,10 @@ def _finished(folder: Path, conditions: Conditions) -> Result | None:
     if not (folder / FILE).exists():
         return None
     try:
-        found = Summary.read(folder)
+        earlier = Summary.read(folder)
     except FactpatchError:
         raise FileError(f"{folder} holds a damaged {FILE}; choose another --output") from None
-    before, now = found.conditions.identity(), conditions.identity()
+    before, now = earlier.conditions.identity(), conditions.identity()
     if differing := [key for key in now if before[key] != now[key]]:
         raise FileError(f"{folder} holds other results (different {', '.join(differing)}); choose another --output")
-    return found.result
+    return earlier.result

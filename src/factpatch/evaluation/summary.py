@@ -71,8 +71,7 @@ class Result:
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], retain_inputs: int, seconds: float, group_size: int = 1) -> Self:
-        found = summary(outcomes), intervals(outcomes, group_size)
-        return cls(*found, edits=len(outcomes), retain_inputs=retain_inputs, seconds=seconds)
+        return cls(summary(outcomes), intervals(outcomes, group_size), len(outcomes), retain_inputs, seconds)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON object, with each metric as a key of its own."""
@@ -82,17 +81,17 @@ class Result:
         return {**self.metrics, "intervals": low_and_high, **sizes, **curve}
 
     @classmethod
-    def from_dict(cls, found: Any) -> Self:
-        if not isinstance(found, dict):
-            raise InputError(f'expected an object in "result", found {shown(found)}')
-        if not isinstance(curve := found.get("curve") or [], list):
+    def from_dict(cls, content: Any) -> Self:
+        if not isinstance(content, dict):
+            raise InputError(f'expected an object in "result", found {shown(content)}')
+        if not isinstance(curve := content.get("curve") or [], list):
             raise InputError(f'expected a list in "curve", found {shown(curve)}')
         return cls(
-            metrics={key: _number(found, key) for key in METRICS},
-            intervals=_intervals(found.get("intervals")),
-            edits=int(_number(found, "edits") or 0),
-            retain_inputs=int(_number(found, "retain_inputs") or 0),
-            seconds=_number(found, "seconds"),
+            metrics={key: _number(content, key) for key in METRICS},
+            intervals=_intervals(content.get("intervals")),
+            edits=int(_number(content, "edits") or 0),
+            retain_inputs=int(_number(content, "retain_inputs") or 0),
+            seconds=_number(content, "seconds"),
             curve=tuple(map(JointResult.from_dict, curve)),
         )
 
@@ -109,9 +108,9 @@ class JointResult:
         return {"facts": self.facts, "groups": self.groups, **self.result.to_dict()}
 
     @classmethod
-    def from_dict(cls, found: Any) -> Self:
-        result = Result.from_dict(found)
-        return cls(int(_number(found, "facts") or 0), int(_number(found, "groups") or 0), result)
+    def from_dict(cls, content: Any) -> Self:
+        result = Result.from_dict(content)
+        return cls(int(_number(content, "facts") or 0), int(_number(content, "groups") or 0), result)
 
 
 @dataclass(frozen=True)
@@ -140,40 +139,34 @@ class Summary:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Reads the summary in a folder, also if an older version wrote it."""
-        path = folder / FILE
+        content = read_json(folder / FILE, ADVICE)
         try:
-            found = json.loads(read_text(path))
-        except OSError as error:
-            raise FileError(f"cannot read {path}: {error.strerror}; check its permissions") from error
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path} is not valid JSON ({error}); {ADVICE}") from None
-        try:
-            return cls._from_dict(found)
+            return cls._from_dict(content)
         except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+            raise InputError(f"{folder / FILE}: {error}") from None
 
     @classmethod
-    def _from_dict(cls, found: Any) -> Self:
-        version = found.get("version", 0) if isinstance(found, dict) else 0
+    def _from_dict(cls, content: Any) -> Self:
+        version = content.get("version", 0) if isinstance(content, dict) else 0
         if isinstance(version, int) and version > VERSION:
             raise InputError(
                 f"written by a newer factpatch (format {version}, this one reads up to {VERSION}); upgrade factpatch"
             )
         try:
-            if not isinstance(found, dict):
-                raise InputError(f"expected a JSON object, found {shown(found)}")
+            if not isinstance(content, dict):
+                raise InputError(f"expected a JSON object, found {shown(content)}")
             for key, kind in get_type_hints(Conditions).items():
-                if (key in found or key in ("task", "method")) and not _is_a(found.get(key), kind):
-                    raise InputError(f'expected {_NAMES[kind]} in "{key}", found {shown(found.get(key))}')
-            result = Result.from_dict(found.get("result"))
+                if (key in content or key in ("task", "method")) and not _is_a(content.get(key), kind):
+                    raise InputError(f'expected {_NAMES[kind]} in "{key}", found {shown(content.get(key))}')
+            result = Result.from_dict(content.get("result"))
         except InputError as error:
             raise InputError(f"{error}; {ADVICE}") from None
         names = {one.name for one in fields(Conditions)}
         if not version:  # factpatch 0.1 left flipped predictions out of KL
             result.metrics.update(kl_mean=None, kl_worst=None)
-        environment = {key: found[key] for key in ("versions", "device") if key in found}
-        conditions = Conditions(**{key: value for key, value in found.items() if key in names})
-        return cls(conditions, result, found.get("tried") or [], environment, version)
+        environment = {key: content[key] for key in ("versions", "device") if key in content}
+        conditions = Conditions(**{key: value for key, value in content.items() if key in names})
+        return cls(conditions, result, content.get("tried") or [], environment, version)
 
 
 _NAMES: dict[Any, str] = {
@@ -197,18 +190,28 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 def _number(record: dict[str, Any], key: str) -> float | None:
     """Returns a finite number, or None."""
-    found = record.get(key)
-    if found is not None and not isinstance(found, int | float):
-        raise InputError(f'expected a number or null in "{key}", found {shown(found)}')
-    return float(found) if found is not None and math.isfinite(found) else None
+    value = record.get(key)
+    if value is not None and not isinstance(value, int | float):
+        raise InputError(f'expected a number or null in "{key}", found {shown(value)}')
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
-def _intervals(found: Any) -> dict[str, tuple[float, float]]:
+def _intervals(content: Any) -> dict[str, tuple[float, float]]:
     try:
-        there = {key: found[key] for key in METRICS if found and found.get(key) is not None}
-        return {key: (float(low), float(high)) for key, (low, high) in there.items()}
+        pairs = {key: content[key] for key in METRICS if content and content.get(key) is not None}
+        return {key: (float(low), float(high)) for key, (low, high) in pairs.items()}
     except (AttributeError, TypeError, ValueError):
-        raise InputError(f'expected [low, high] for each metric in "intervals", found {shown(found)}') from None
+        raise InputError(f'expected [low, high] for each metric in "intervals", found {shown(content)}') from None
+
+
+def read_json(path: Path, advice: str) -> Any:
+    """Reads a JSON file. The error for a damaged file ends with the advice."""
+    try:
+        return json.loads(read_text(path))
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not valid JSON ({error}); {advice}") from None
 
 
 def shown(value: Any) -> str:

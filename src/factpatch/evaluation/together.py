@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from factpatch.data.revisions import Revision, edit_of, own_forms
 from factpatch.editors import EditMethod
 from factpatch.errors import InputError
-from factpatch.evaluation.lines import TOGETHER, edit_line, open_lines, outcome_of, write_shared
+from factpatch.evaluation.lines import TOGETHER, edit_line, outcome_of, write_groups
 from factpatch.evaluation.measure import Examiner
-from factpatch.evaluation.merges import MergeOptions, find_merge
+from factpatch.evaluation.merges import Measure, MergeOptions, find_merge
 from factpatch.evaluation.summary import JointResult, Result
 from factpatch.models import TaskModel
-from factpatch.processes import broadcast_from_first
 from factpatch.resumable import ResumableLines
 
 COVERED = 256  # edits measured one by one, and for each group size; more only if a single group is larger
@@ -45,12 +45,12 @@ class Together:
 def about_different_facts(edits: Sequence[Revision]) -> list[Revision]:
     """Drops revisions that share an input or a paraphrase with an earlier one: one model cannot hold both."""
     kept: list[Revision] = []
-    taken: set[str] = set()
+    used: set[str] = set()
     for revision in edits:
         forms = own_forms(revision)
-        if taken.isdisjoint(forms):
+        if used.isdisjoint(forms):
             kept.append(revision)
-            taken |= forms
+            used |= forms
     return kept
 
 
@@ -64,6 +64,11 @@ def count_groups(edits: int, size: int) -> int:
 def count_joint_edits(edits: int, sizes: Sequence[int]) -> int:
     """Returns how many edits are measured in groups, over all sizes."""
     return sum(size * count_groups(edits, size) for size in sizes)
+
+
+def count_measured_edits(edits: int, sizes: Sequence[int]) -> int:
+    """Returns how many edits are measured, one by one and in groups."""
+    return (min(edits, COVERED) if sizes else edits) + count_joint_edits(edits, sizes)
 
 
 def measure_together(
@@ -80,42 +85,32 @@ def measure_together(
     groups = [
         edits[k * size : (k + 1) * size] for size in together.sizes for k in range(count_groups(len(edits), size))
     ]
-    lines = open_lines(folder / TOGETHER, settings)
-    done = broadcast_from_first(_whole_groups(lines.done, groups) if lines else 0)
-    if lines:
-        lines.keep(sum(map(len, groups[:done])))
-    on_done(sum(map(len, groups[:done])))
-    examiner = Examiner(model, others, 1, scores=True)
-    measure = find_merge(together.merge)(model, together.others or others, together.options)
+
+    @cache  # not needed if all groups are finished
+    def measuring() -> tuple[Examiner, Measure]:
+        merge = find_merge(together.merge)
+        return Examiner(model, others, 1, scores=True), merge(model, together.others or others, together.options)
 
     def make_lines(number: int) -> list[str]:
+        examiner, measure = measuring()
         group, start = groups[number], time.perf_counter()
         asked = [edit_of(revision) for revision in group]
-        own_way = together.merge == "own"
-        patches = [method.propose_together(model, asked)] if own_way else method.propose(model, asked)
+        by_method = together.merge == "own"
+        patches = [method.propose_together(model, asked)] if by_method else method.propose(model, asked)
         examined = measure(examiner, patches, group)
         about = {"facts": len(group), "group": number, "seconds": time.perf_counter() - start}
         return [edit_line(revision, one, **about) for revision, one in zip(group, examined, strict=True)]
 
-    write_shared(lines, range(done, len(groups)), make_lines, on_done)
-    return lines, _curve(list(lines.lines()), together.sizes, len(others)) if lines else ()
+    lines = write_groups(folder / TOGETHER, settings, groups, make_lines, on_done)
+    return lines, _curve(lines.lines(), together.sizes, len(others)) if lines else ()
 
 
-def _whole_groups(lines: int, groups: Sequence[Sequence[Revision]]) -> int:
-    """Returns how many groups an interrupted run has finished."""
-    for number, group in enumerate(groups):
-        if lines < len(group):
-            return number
-        lines -= len(group)
-    return len(groups)
-
-
-def _curve(lines: Sequence[str], sizes: Sequence[int], inputs: int) -> tuple[JointResult, ...]:
-    records = [json.loads(line) for line in lines]
+def _curve(lines: Iterable[str], sizes: Sequence[int], inputs: int) -> tuple[JointResult, ...]:
+    records = list(map(json.loads, lines))
     points = []
     for size in sizes:
-        own = [i for i, record in enumerate(records) if record["facts"] == size]
-        seconds = sum({records[i]["group"]: records[i]["seconds"] for i in own}.values())
-        result = Result.of([outcome_of(lines[i]) for i in own], inputs, seconds, group_size=size)
-        points.append(JointResult(size, len(own) // size, result))
+        members = [record for record in records if record["facts"] == size]
+        seconds = sum({record["group"]: record["seconds"] for record in members}.values())
+        result = Result.of(list(map(outcome_of, members)), inputs, seconds, group_size=size)
+        points.append(JointResult(size, len(members) // size, result))
     return tuple(points)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from factpatch.files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 WIDTH = 9.0  # inches
 DARK, BLUE, ORANGE = "#1b3a5c", "#2a5f98", "#d55e00"
@@ -28,6 +28,12 @@ STROKES: list[dict[str, Any]] = [
     {"color": "#cc79a7", "linestyle": (0, (6, 2, 1, 2, 1, 2)), "marker": "v"},
     {"color": "#8c6d1f", "linestyle": (0, (2, 1)), "marker": "x"},
 ]
+
+
+def stroke(number: int) -> dict[str, Any]:
+    """Returns the look of a line, by its number in the figure."""
+    return {"markersize": 4.5, "linewidth": 1.3, **STROKES[number % len(STROKES)]}
+
 
 STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -64,6 +70,11 @@ def new_figure(height: float, width: float = WIDTH) -> Figure:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+
+
+def stacked_parts(figure: Figure, heights: Sequence[float]) -> list[SubFigure]:
+    """Divides a figure into parts, one below the other."""
+    return list(figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat)
 
 
 def write_figures(drawings: Mapping[str, Callable[[], Figure]], folder: Path) -> list[Path]:

@@ -31,15 +31,15 @@ class Contest:
 
 def contests(runs: Sequence[Evaluation], seed: int) -> list[Contest]:
     """Makes a contest for each model with at least two systems that have all three metrics."""
-    found = []
+    contests = []
     for group in grouped(runs):
         scores = {run.label: s for run in group.runs if (s := _three_scores(run)) is not None}
         if len(scores) > 1:
             differing = differing_conditions([run for run in group.runs if run.label in scores])
             note = f"runs differ in {' and '.join(differing)}" if differing else ""
             totals, wins = weigh(np.array(list(scores.values())), seed)
-            found.append(Contest(group.task, group.title, list(scores), note, totals, wins))
-    return found
+            contests.append(Contest(group.task, group.title, list(scores), note, totals, wins))
+    return contests
 
 
 def differing_conditions(runs: Sequence[Evaluation]) -> list[str]:
@@ -81,8 +81,8 @@ def _cosine(a: Evaluation, b: Evaluation) -> float:
         return np.nan
     ours, theirs = a.details.sketches, b.details.sketches
     pairs = [(ours[edit], theirs[edit]) for edit in ours if edit in theirs and ours[edit].any() and theirs[edit].any()]
-    found = [x @ y / (np.linalg.norm(x) * np.linalg.norm(y)) for x, y in pairs if x.shape == y.shape]
-    return float(np.mean(found)) if found else np.nan
+    values = [x @ y / (np.linalg.norm(x) * np.linalg.norm(y)) for x, y in pairs if x.shape == y.shape]
+    return float(np.mean(values)) if values else np.nan
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from factpatch.metrics import METRICS
-from factpatch.report.canvas import STROKES, new_figure, plain_powers, wrapped
+from factpatch.report.canvas import new_figure, plain_powers, stroke, wrapped
 from factpatch.report.runs import Training
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def draw_comparison(trainings: Sequence[Training]) -> Figure:
 
 
 def _measured(trainings: Sequence[Training]) -> dict[str, str]:
-    """Returns the rates to show, with labels. Only some data has paraphrases written by people."""
+    """Returns the rates to show, with labels. Not all data has paraphrases written by people."""
     shown = [key for key in RATES if key != "equivalence_human" or any(t.has(key) for t in trainings)]
     return {key: METRICS[key].label.lower() for key in shown}
 
@@ -76,15 +76,6 @@ def _draw_lines(axes: Axes, training: Training, shown: dict[str, str], scale: fl
 
 def _draw_line(axes: Axes, training: Training, key: str, label: str, scale: float, number: int) -> None:
     steps, values = training.series("step"), scale * training.series(key)
-    there = np.isfinite(values)
-    stroke = STROKES[number % len(STROKES)]
-    every = max(1, there.sum() // 10)
-    axes.plot(
-        steps[there],
-        values[there],
-        label=label,
-        markersize=4.5,
-        linewidth=1.3,
-        markevery=(number % every, every),
-        **stroke,
-    )
+    measured = np.isfinite(values)
+    every = max(1, measured.sum() // 10)
+    axes.plot(steps[measured], values[measured], label=label, markevery=(number % every, every), **stroke(number))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from factpatch.report.beams import draw_beams
-from factpatch.report.canvas import BLUE, DARK, ORANGE, new_figure, plain_powers, wrapped
+from factpatch.report.canvas import BLUE, DARK, ORANGE, new_figure, plain_powers, stacked_parts, wrapped
 from factpatch.report.compare import Contest, Grid, cosines, grid
 from factpatch.report.curves import draw_comparison, draw_curves
 from factpatch.report.joint import draw_joint
@@ -111,7 +111,7 @@ def draw_magnitudes(groups: Sequence[Group]) -> Figure:
     heights = [_maps_height(list(found.values())) for found in grids]
     figure = new_figure(sum(heights) + 0.2)
     figure.suptitle("Root mean square change of each weight, relative to the method's largest")
-    for part, group, found in zip(_parts(figure, heights), groups, grids, strict=True):
+    for part, group, found in zip(stacked_parts(figure, heights), groups, grids, strict=True):
         _draw_maps(part, group.title, found)
     return figure
 
@@ -170,16 +170,11 @@ def _add_legend(part: SubFigure, grids: Sequence[Grid]) -> None:
     """Explains cells without a colour."""
     from matplotlib.patches import Patch
 
-    kinds = {
-        "unchanged by this method": any((found.values == 0).any() for found in grids),
-        "no such weight in this layer": any(np.isnan(found.values).any() for found in grids),
-    }
-    looks = [{"hatch": "////", "edgecolor": "0.6"}, {"edgecolor": "0.6"}]
-    handles = [
-        Patch(facecolor="white", label=label, **look)
-        for (label, shown), look in zip(kinds.items(), looks, strict=True)
-        if shown
-    ]
+    handles: list[Patch] = []
+    if any((found.values == 0).any() for found in grids):
+        handles.append(Patch(facecolor="white", edgecolor="0.6", hatch="////", label="unchanged by this method"))
+    if any(np.isnan(found.values).any() for found in grids):
+        handles.append(Patch(facecolor="white", edgecolor="0.6", label="no such weight in this layer"))
     if handles:
         part.legend(handles=handles, loc="outside lower center", ncols=2)
 
@@ -207,7 +202,7 @@ def draw_cosines(groups: Sequence[Group]) -> Figure:
     heights = [1.0 + _rows_height([run.label for run in group.runs]) for group in groups]
     figure = new_figure(sum(heights) + 0.3, 3.6 + 0.75 * max(len(group.runs) for group in groups))
     figure.suptitle("Mean cosine between updates of the same edit")
-    for part, group in zip(_parts(figure, heights), groups, strict=True):
+    for part, group in zip(stacked_parts(figure, heights), groups, strict=True):
         axes = part.subplots()
         values = cosines(group.runs)
         _draw_matrix(axes, values, [run.label for run in group.runs], lowest=np.nanmin(values, initial=0), digits=3)
@@ -220,7 +215,7 @@ def draw_contests(contests: Sequence[Contest]) -> Figure:
     heights = [1.5 + _rows_height(contest.labels) for contest in contests]
     figure = new_figure(sum(heights) + 0.3)
     figure.suptitle("Random weightings of the three metrics success, retain and equivalence: Dirichlet(1, 1, 1)")
-    for part, contest in zip(_parts(figure, heights), contests, strict=True):
+    for part, contest in zip(stacked_parts(figure, heights), contests, strict=True):
         part.suptitle(wrapped(contest.title + (f" ({contest.note})" if contest.note else ""), 100), fontsize=9.5)
         scores, wins = part.subplots(1, 2, width_ratios=[1.1, 1])
         _draw_densities(scores, 100 * contest.totals)
@@ -270,8 +265,3 @@ def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
 def _rows_height(labels: Sequence[str]) -> float:
     """Returns the height in inches that leaves room for all lines of the longest label."""
     return len(labels) * max(0.45, *(0.18 * (wrapped(label).count("\n") + 1) for label in labels))
-
-
-def _parts(figure: Figure, heights: Sequence[float]) -> list[SubFigure]:
-    """Divides a figure into parts, one below the other."""
-    return list(figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from factpatch.metrics import METRICS
-from factpatch.report.canvas import STROKES, new_figure, wrapped
+from factpatch.report.canvas import new_figure, stacked_parts, stroke, wrapped
 from factpatch.report.runs import Evaluation, Group
 
 if TYPE_CHECKING:
@@ -19,11 +19,10 @@ PANELS_HEIGHT, LEGEND_LINE = 2.7, 0.2  # inches
 
 def draw_joint(groups: Sequence[Group]) -> Figure:
     """Draws success, retain and equivalence of each way of merging, with 95 % intervals."""
-    figures = [PANELS_HEIGHT + LEGEND_LINE * len(group.runs) for group in groups]
-    figure = new_figure(sum(figures) + 0.3)
+    heights = [PANELS_HEIGHT + LEGEND_LINE * len(group.runs) for group in groups]
+    figure = new_figure(sum(heights) + 0.3)
     figure.suptitle("Facts edited together in one model (bars: 95 % intervals)")
-    parts = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=figures)[:, 0]
-    for part, group in zip(parts, groups, strict=True):
+    for part, group in zip(stacked_parts(figure, heights), groups, strict=True):
         _draw_group(part, group)
     return figure
 
@@ -45,16 +44,9 @@ def _draw_group(part: SubFigure, group: Group) -> None:
 
 def _draw_run(axes: Axes, run: Evaluation, key: str, number: int) -> None:
     points = [(p.facts, p.result.metrics[key], p.result.intervals.get(key)) for p in run.result.curve]
-    there = [(facts, 100 * value, interval) for facts, value, interval in points if value is not None]
-    low = [value - 100 * interval[0] if interval else 0 for _, value, interval in there]
-    high = [100 * interval[1] - value if interval else 0 for _, value, interval in there]
-    axes.errorbar(
-        [facts for facts, _, _ in there],
-        [value for _, value, _ in there],
-        yerr=[[max(0.0, x) for x in low], [max(0.0, x) for x in high]],
-        label=wrapped(run.joint_label(), 90),
-        capsize=3,
-        markersize=4.5,
-        linewidth=1.3,
-        **STROKES[number % len(STROKES)],
-    )
+    measured = [(facts, value, interval or (value, value)) for facts, value, interval in points if value is not None]
+    below = [max(0.0, 100 * (value - low)) for _, value, (low, _) in measured]
+    above = [max(0.0, 100 * (high - value)) for _, value, (_, high) in measured]
+    sizes, rates = [facts for facts, _, _ in measured], [100 * value for _, value, _ in measured]
+    label = wrapped(run.joint_label(), 90)
+    axes.errorbar(sizes, rates, yerr=[below, above], label=label, capsize=3, **stroke(number))

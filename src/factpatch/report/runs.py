@@ -17,10 +17,10 @@ from safetensors.numpy import load_file
 
 from factpatch.editors import METHODS
 from factpatch.errors import FileError, InputError
-from factpatch.evaluation.summary import ADVICE, FILE, Conditions, Result, Summary, shown
+from factpatch.evaluation.summary import ADVICE, FILE, Conditions, Result, Summary, read_json, shown
 from factpatch.facts import same
-from factpatch.files import read_text, refuse_device
-from factpatch.jsonl import required_text, text_list
+from factpatch.files import refuse_device
+from factpatch.jsonl import read_jsonl, required_text, text_list
 from factpatch.metrics import short_number
 
 KINDS = {"input": "Edited input", "paraphrase": "Paraphrase", "unrelated": "Unrelated input"}
@@ -134,13 +134,12 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Training]]:
 
 def _with_unique_labels(runs: Sequence[Evaluation]) -> list[Evaluation]:
     """Adds the way of merging, or else the folder's name, to labels that are equal."""
-    found = list(runs)
+    times = Counter((run.model, run.label) for run in runs)
     for extend in (Evaluation.joint_label, lambda run: f"{run.label} ({run.name})"):
-        times = Counter((run.model, run.label) for run in found)
-        longer = [replace(run, label=extend(run)) if times[run.model, run.label] > 1 else run for run in found]
+        longer = [replace(run, label=extend(run)) if times[run.model, run.label] > 1 else run for run in runs]
         if len({(run.model, run.label) for run in longer}) == len(longer):
             return longer
-    return found
+    return list(runs)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -159,8 +158,8 @@ def grouped(runs: Sequence[Evaluation]) -> list[Group]:
         groups.setdefault((run.conditions.task, run.model), []).append(run)
     order = [*TASKS, *sorted({task for task, _ in groups} - TASKS.keys())]
     return [
-        Group(task, f"{TASKS.get(task, task)}: {model_name(found[0].conditions)}", found)
-        for (task, _), found in sorted(groups.items(), key=lambda group: order.index(group[0][0]))
+        Group(task, f"{TASKS.get(task, task)}: {model_name(members[0].conditions)}", members)
+        for (task, _), members in sorted(groups.items(), key=lambda group: order.index(group[0][0]))
     ]
 
 
@@ -202,22 +201,22 @@ def _read_details(path: Path) -> Details | None:
         return None
     refuse_device(path)
     try:
-        found = defaultdict(lambda: np.zeros(0), load_file(path))
-        for name, array in found.items():
+        arrays = defaultdict(lambda: np.zeros(0), load_file(path))
+        for name, array in arrays.items():
             if array.ndim != (2 if name == "sketches" and array.size else 1):
                 raise ValueError(f"{name} has {array.ndim} dimensions")
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
         weights, edits, sample = (json.loads(metadata.get(name, "[]")) for name in ("weights", "edits", "scored"))
-        scores = np.stack([found[name] for name in ("scores_before", "scores_after", "changed")])  # (3, pairs)
+        scores = np.stack([arrays[name] for name in ("scores_before", "scores_after", "changed")])  # (3, pairs)
         before, after, changed = scores[:, np.isfinite(scores).all(0)]
         return Details(
             before=before,
             after=after,
             changed=changed.astype(bool),
             sample=(int(sample[0]), int(sample[1])) if sample else None,
-            magnitudes=dict(zip(weights, found["magnitudes"].tolist(), strict=True)),
-            sketches=dict(zip(map(str, edits), found["sketches"], strict=True)),
+            magnitudes=dict(zip(weights, arrays["magnitudes"].tolist(), strict=True)),
+            sketches=dict(zip(map(str, edits), arrays["sketches"], strict=True)),
         )
     except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())
@@ -227,10 +226,10 @@ def _read_details(path: Path) -> Details | None:
 def _read_examples(path: Path) -> tuple[Example, ...]:
     if not path.exists():
         return ()
-    found = _parse(_text(path), path)
+    examples = read_json(path, "correct it, or remove the file")
     try:
         return tuple(
-            Example(required_text(example["edit"], "a"), tuple(map(_row, example["rows"]))) for example in found
+            Example(required_text(example["edit"], "a"), tuple(map(_row, example["rows"]))) for example in examples
         )
     except InputError as error:
         raise InputError(f"{path}: {error}; {ADVICE}") from None
@@ -247,49 +246,28 @@ def _row(record: dict[str, Any]) -> Row:
 
 def _is_training(folder: Path) -> bool:
     """Returns whether a folder is an editor's training run. `fit` writes files of the same names, but other keys."""
-    config, metrics = folder / "config.json", folder / "metrics.jsonl"
-    if not config.is_file() or not metrics.is_file():
+    config = folder / "config.json"
+    if not config.is_file() or not (folder / "metrics.jsonl").is_file():
         return False
-    found = _parse(_text(config), config)
-    return isinstance(found, dict) and {"config", "result"} <= found.keys()
+    content = read_json(config, "correct it, or remove the file")
+    return isinstance(content, dict) and {"config", "result"} <= content.keys()
 
 
 def _read_lines(path: Path) -> tuple[dict[str, Any], ...]:
     """Reads metrics.jsonl, which has one line per validation."""
-    lines = []
-    for number, line in enumerate(_text(path).splitlines(), start=1):
-        if not line.strip():
-            continue
-        record = _parse(line, path, number)
-        if not isinstance(record, dict) or _finite(record.get("step")) is None:
-            raise InputError(
-                f'{path}, line {number}: expected an object with a number in "step", found {shown(record)}; '
-                "remove the line"
-            )
-        lines.append(record)
+
+    def parse(record: dict[str, Any]) -> dict[str, Any]:
+        if _finite(record.get("step")) is None:
+            raise InputError(f'expected an object with a number in "step", found {shown(record)}')
+        return record
+
+    def refuse(message: str) -> None:
+        raise InputError(f"{message}; remove the line")
+
+    lines = tuple(read_jsonl(path, parse, on_bad=refuse))
     if not lines:
         raise InputError(f"{path} has no validations yet; wait for the first one")
-    return tuple(lines)
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_text(path)
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror}; check its permissions") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8: unexpected bytes at {error.start}; convert it") from None
-
-
-def _parse(text: str, path: Path, line: int = 1) -> Any:
-    """Parses JSON that begins at a line of the file."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        where = f"{path}, line {line + error.lineno - 1}"
-        raise InputError(f"{where} is not valid JSON: {error.msg}; correct it, or remove the file") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}; correct it, or remove the file") from None
+    return lines
 
 
 def _finite(value: Any) -> float | None:

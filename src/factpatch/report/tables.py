@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from textwrap import fill
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -19,7 +18,7 @@ from factpatch.report.runs import Evaluation, Group, grouped
 NOTHING = "-"
 NOTES = [
     "Equivalence: generated paraphrases / paraphrases written by people.",
-    "In brackets: 95 % intervals. Bold: the best value of a column, and all that intervals cannot tell from it.",
+    "In brackets: 95 % intervals. Bold: the best value of a column, and those that intervals do not set apart from it.",
 ]
 POWER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e(-?\d+)\b")
 LATEX_SPECIAL = {
@@ -79,7 +78,7 @@ class Section:
     note: str  # why nothing is bold; empty otherwise
 
 
-def columns(runs: Sequence[Evaluation]) -> list[Column]:
+def columns_for(runs: Sequence[Evaluation]) -> list[Column]:
     """Returns the columns of the table, from METRICS; optional ones only if a run has a value."""
     shown = {
         key: metric
@@ -94,23 +93,23 @@ def columns(runs: Sequence[Evaluation]) -> list[Column]:
 
 
 def main_table(runs: Sequence[Evaluation]) -> list[Section]:
-    shown = columns(runs)
-    return [_section(group, shown) for group in grouped(runs)]
+    columns = columns_for(runs)
+    return [_section(group, columns) for group in grouped(runs)]
 
 
-def _section(group: Group, shown: list[Column]) -> Section:
+def _section(group: Group, columns: list[Column]) -> Section:
     differing = differing_conditions(group.runs)
     ranked = {} if differing else {key: best_runs(group.runs, key) for key in METRICS}
     lines = [
         Line(
             label=run.label,
-            cells=[[_number(run, key, i in ranked.get(key, ())) for key in column.metrics] for column in shown],
+            cells=[[_number(run, key, i in ranked.get(key, ())) for key in column.metrics] for column in columns],
             size=f"{run.result.edits:,} × {run.result.retain_inputs:,}",
         )
         for i, run in enumerate(group.runs)
     ]
     note = f"Nothing is bold, because the runs differ in {' and '.join(differing)}." if differing else ""
-    return Section(group.title, shown, lines, note)
+    return Section(group.title, columns, lines, note)
 
 
 def best_runs(runs: Sequence[Evaluation], key: str) -> set[int]:
@@ -144,7 +143,7 @@ def _number(run: Evaluation, key: str, best: bool) -> Number:
 
 
 def _kept(numbers: Sequence[Number]) -> list[Number]:
-    """Returns the numbers of a cell; a missing one is shown only if it comes first."""
+    """Returns the numbers to show in a cell; a missing one is shown only if it comes first."""
     return [number for i, number in enumerate(numbers) if i == 0 or number.value != NOTHING]
 
 
@@ -177,14 +176,14 @@ def latex(table: Sequence[Section]) -> str:
     def bold(number: Number) -> str:
         return f"\\textbf{{{latex_text(number.value)}}}" if number.best else latex_text(number.value)
 
-    found = table[0].columns if table else []
-    width = len(found) + 2
-    units = [f"{column.first.unit} {column.first.arrow}".strip() for column in found]
+    columns = table[0].columns if table else []
+    width = len(columns) + 2
+    units = [f"{column.first.unit} {column.first.arrow}".strip() for column in columns]
     body = [
         "% needs \\usepackage{array,booktabs}",
         f"\\begin{{tabular}}{{>{{\\raggedright\\arraybackslash}}p{{0.24\\linewidth}}{'r' * (width - 1)}}}",
         "\\toprule",
-        _latex_row(map(latex_text, ["Method", *(column.first.label for column in found), "Edits ×"])),
+        _latex_row(map(latex_text, ["Method", *(column.first.label for column in columns), "Edits ×"])),
         _latex_row(map(latex_text, ["", *units, "inputs"])),
     ]
     for section in table:
@@ -221,25 +220,26 @@ def latex_text(text: str) -> str:
 
 
 def terminal_table(table: Sequence[Section]) -> TerminalTable:
-    """Formats the table with intervals below their numbers, so that it fits 80 columns."""
+    """Formats the table with line breaks within cells and titles, so that it fits 80 columns."""
 
     def show(number: Number) -> str:
         return f"[bold]{number.value}[/]" if number.best else number.value
 
+    def cell(numbers: Sequence[Number]) -> str:
+        intervals = [f"[dim]{escape(number.interval)}[/]" for number in numbers if number.interval]
+        return "\n".join([" /\n".join(map(show, _kept(numbers))), *intervals]).replace(", ", ",\n")
+
     notes = [f"{section.title}: {section.note}" for section in table if section.note]
     caption = "\n".join(["Rates in %, 95 % intervals in brackets; equivalence: generated / human", *notes])
-    shown = TerminalTable(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption=caption)
-    shown.add_column("Method", no_wrap=True)
-    found = table[0].columns if table else []
-    for title in (*(f"{column.first.short} {column.first.arrow}" for column in found), "Edits × inputs"):
+    shown = TerminalTable(box=SIMPLE_HEAD, padding=0, pad_edge=False, caption=caption)
+    shown.add_column("Method")
+    columns = table[0].columns if table else []
+    titles = [f"{column.first.short} {column.first.arrow}".replace(" ", "\n") for column in columns]
+    for title in (*titles, "Edits ×\ninputs"):
         shown.add_column(title, justify="right", overflow="fold")
     for section in table:
-        shown.add_row(f"[italic]{escape(fill(section.title, 23))}[/]")
+        shown.add_row(f"[italic]{escape(section.title)}[/]")
         for i, line in enumerate(section.lines):
-            cells = ["\n".join([" / ".join(map(show, _kept(cell))), *_intervals(cell)]) for cell in line.cells]
-            shown.add_row(escape(fill(line.label, 23)), *cells, line.size, end_section=i == len(section.lines) - 1)
+            size = line.size.replace("× ", "×\n")
+            shown.add_row(escape(line.label), *map(cell, line.cells), size, end_section=i == len(section.lines) - 1)
     return shown
-
-
-def _intervals(numbers: Sequence[Number]) -> list[str]:
-    return [f"[dim]{escape(number.interval)}[/]" for number in numbers if number.interval]
