@@ -311,7 +311,7 @@ def test_answers_are_confirmed_by_one_forward_pass(name: str, monkeypatch: pytes
 
     monkeypatch.setattr(model, "_greedy", counted)
     examiner, generating = (Examiner(model, known, len(edits)) for _ in range(2))
-    generating.answers = None
+    generating.answers = generating.targets = None
     generating._make_batches()
     counts: dict[str, list[int]] = {"confirmed": [], "generated": []}
     changed = 0
@@ -337,8 +337,12 @@ def test_an_answer_that_is_not_confirmed() -> None:
     assert isinstance(model, Causal)
     encoded = model.encode(["paris is", "what river", "euro people of"])
     tokens = [ids for _, ids in model.answers_to_confirm(encoded)]
-    assert model.still_answers(model.collate(encoded, tokens)).all()
+
+    def confirmed(labels: list[list[int]]) -> list[bool]:
+        rows = model.collate(encoded, labels).at_targets()
+        return model.still_answers(rows, model.features(rows)).tolist()
+
+    assert all(confirmed(tokens))
     first, *_, last = own = tokens[1]
     for other in ([first + 1, *own[1:]], [*own[:-1], last + 1], [model.end_tokens[0], *own]):
-        changed = model.collate(encoded, [tokens[0], other, tokens[2]])
-        assert model.still_answers(changed).tolist() == [True, False, True]
+        assert confirmed([tokens[0], other, tokens[2]]) == [True, False, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,19 +84,21 @@ class Examined:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Control inputs of similar length, with the unedited model's features if scores are measured."""
+    """Control inputs of similar length, with the unedited model's features if scores are measured.
+
+    The rows' labels are the unedited model's answers, if these are needed.
+    """
 
     indices: list[int]
     rows: Rows
     before: Tensor | None  # (positions, width)  features
-    answers: Tensor | None  # (inputs, tokens)  the unedited model's answers, if they can be confirmed
 
 
 @dataclass(frozen=True)
 class _Answers:
     """The edited models' answers to a batch, with scores and KL if measured."""
 
-    texts: list[list[str]]  # by edit, then by input
+    texts: list[list[str | None]]  # by edit, then by input; None if the answer is yet to be found
     scores: Tensor | None  # (edits, inputs)
     kl: Tensor | None  # (edits, inputs)
 
@@ -114,12 +117,19 @@ class Examiner:
         self.encoded = model.encode([other.input for other in others], model.max_input_tokens)
         self.others = others
         self.controls = ControlInputs(others)
-        self.targets = model.encode_targets([other.prediction for other in others]) if scores else None
         self.answers = model.answers_to_confirm(self.encoded)
+        self.targets: list[Any] | None = None
+        if self.answers is not None:
+            self.targets = [tokens for _, tokens in self.answers]
+        elif scores:
+            self.targets = model.encode_targets([other.prediction for other in others])
         self._make_batches()
 
     def _make_batches(self) -> None:
-        lengths = [len(one["input_ids"]) * self.edits * self.parts for one in self.encoded]
+        tokens = [len(one["input_ids"]) for one in self.encoded]
+        if self.answers is not None:  # read together with the prompts
+            tokens = [count + len(answer) for count, (_, answer) in zip(tokens, self.answers, strict=True)]
+        lengths = [count * self.edits * self.parts for count in tokens]
         self.batches = [self._batch(batch) for batch in self.model.batches(lengths)]
         # The index of each input in the concatenation of all batches.
         self.position = np.argsort([index for batch in self.batches for index in batch.indices])
@@ -130,13 +140,10 @@ class Examiner:
 
     def _batch(self, indices: list[int]) -> _Batch:
         encoded = [self.encoded[i] for i in indices]
-        answers = self.model.collate(encoded, [self.answers[i][1] for i in indices]).labels if self.answers else None
-        targets = [self.targets[i] for i in indices] if self.targets else None
-        rows = self.model.collate(encoded, targets)
-        if targets is None:
-            return _Batch(indices, rows, None, answers)
-        rows = rows.at_targets()
-        return _Batch(indices, rows, self.model.features(rows), answers)
+        if self.targets is None:
+            return _Batch(indices, self.model.collate(encoded), None)
+        rows = self.model.collate(encoded, [self.targets[i] for i in indices]).at_targets()
+        return _Batch(indices, rows, self.model.features(rows) if self.scores else None)
 
     def examine(self, changes: Mapping[str, Delta], revisions: Sequence[Revision]) -> list[Examined]:
         """Measures a stack of changes, one per revision."""
@@ -164,6 +171,9 @@ class Examiner:
             answers = _answer_each(self.model, texts, self.parts)
             forced = forced_accuracies(self.model, groups, self.parts) if self.scores else [{}] * len(groups)
             answered = [self._ask(batch, len(groups)) for batch in self.batches]
+            says_others = self._complete(
+                [[text for one in answered for text in one.texts[e]] for e in range(len(groups))]
+            )
         all_scores, all_kl = self._in_order([a.scores for a in answered]), self._in_order([a.kl for a in answered])
         examined: list[list[Examined]] = []
         for e, group in enumerate(groups):
@@ -171,13 +181,11 @@ class Examiner:
             if divergence is not None and not np.isfinite(divergence).all():
                 raise InputError(f"scores are not finite after the edit of {group[0].id}; try --precision fp32")
             says = dict(zip(texts[e], answers[e], strict=True))
-            by_batch = [text for batch in answered for text in batch.texts[e]]
-            says_others = [by_batch[i] for i in self.position]
             outcomes = (
-                outcome(r, edit_of(r).a, says, self.controls, says_others, divergence, group, forced[e].get(r.id))
+                outcome(r, edit_of(r).a, says, self.controls, says_others[e], divergence, group, forced[e].get(r.id))
                 for r in group
             )
-            examined.append([Examined(one, says, says_others, scores) for one in outcomes])
+            examined.append([Examined(one, says, says_others[e], scores) for one in outcomes])
         return examined
 
     def _in_order(self, parts: list[Tensor | None]) -> NDArray[np.float32] | None:
@@ -187,32 +195,36 @@ class Examiner:
 
     def _ask(self, batch: _Batch, edits: int) -> _Answers:
         inputs = {key: tensor.repeat(edits, 1) for key, tensor in batch.rows.inputs.items()}
-        texts = scores = divergences = None
-        if self.scores:
-            features = self.model.features(self._repeated(batch, inputs, edits))
+        count = len(batch.indices)
+        texts: Sequence[str | None] | None = None
+        scores = divergences = None
+        if self.targets is not None:
+            rows = self._repeated(batch, inputs, edits)
+            features = self.model.features(rows)
             texts = self.model.answers_from(features)
-            scores, divergences = self._scores(batch, features, edits)
-        if batch.answers is not None:
-            return _Answers(self._confirmed(batch, inputs, edits), scores, divergences)
+            if self.scores:
+                scores, divergences = self._scores(batch, features, edits)
+            if self.answers is not None:
+                known = [self.answers[i][0] for i in batch.indices] * edits
+                still = self.model.still_answers(rows, features).tolist()
+                texts = [text if confirmed else None for text, confirmed in zip(known, still, strict=True)]
         if texts is None:  # answering needs a search
             texts = [ranked[0] for ranked in self.model.decide(Rows(inputs), edits=edits)]
-        count = len(batch.indices)
-        return _Answers([texts[e * count : (e + 1) * count] for e in range(edits)], scores, divergences)
+        return _Answers([list(texts[e * count : (e + 1) * count]) for e in range(edits)], scores, divergences)
 
-    def _confirmed(self, batch: _Batch, inputs: dict[str, Tensor], edits: int) -> list[list[str]]:
-        """Returns the answers by edit: the unedited model's where one pass confirms them, and others by a search."""
-        assert self.answers is not None
-        assert batch.answers is not None
-        still = self.model.still_answers(Rows(inputs, batch.answers.repeat(edits, 1))).view(edits, -1).tolist()
-        texts = [[self.answers[i][0] for i in batch.indices] for _ in range(edits)]
-        changed = [[k for k, confirmed in enumerate(row) if not confirmed] for row in still]  # by edit
-        if not any(changed):
-            return texts
-        asked = [[self.others[batch.indices[k]].input for k in own or [0]] for own in changed]  # at least one each
-        for own, indices, answers in zip(texts, changed, _answer_each(self.model, asked, self.parts), strict=True):
-            for k, answer in zip(indices, answers, strict=False):
-                own[k] = answer
-        return texts
+    def _complete(self, by_batch: list[list[str | None]]) -> list[list[str]]:
+        """Returns the answers to the control inputs, in their order, and searches for those that are missing.
+
+        `by_batch` has each edit's answers in the order of the batches.
+        """
+        texts = [[answers[i] for i in self.position] for answers in by_batch]
+        missing = [[i for i, text in enumerate(answers) if text is None] for answers in texts]
+        if any(missing):
+            asked = [[self.others[i].input for i in own or [0]] for own in missing]  # at least one of each edit
+            for answers, own, searched in zip(texts, missing, _answer_each(self.model, asked, self.parts), strict=True):
+                for i, text in zip(own, searched, strict=False):
+                    answers[i] = text
+        return [[text for text in answers if text is not None] for answers in texts]
 
     def _repeated(self, batch: _Batch, inputs: dict[str, Tensor], edits: int) -> Rows:
         labels, positions = batch.rows.labels, batch.rows.target_positions

@@ -111,9 +111,9 @@ class TaskModel(StoredModel):
         """
         return None
 
-    def still_answers(self, rows: Rows) -> Tensor:
-        """Returns for each row whether the decision rule is certain to output its label: (rows,)."""
-        raise NotImplementedError
+    def still_answers(self, rows: Rows, features: Tensor) -> Tensor:
+        """Returns for each row whether its features show that the decision rule outputs its label: (rows,)."""
+        return torch.zeros(len(rows), dtype=torch.bool, device=self.device)
 
     @abstractmethod
     def check_target(self, target: str) -> str:

@@ -221,14 +221,13 @@ class Causal(TextModel):
         return found
 
     @torch.no_grad()
-    def still_answers(self, rows: Rows) -> Tensor:
+    def still_answers(self, rows: Rows, features: Tensor) -> Tensor:
         """Returns for each row whether greedy search is certain to generate its label: (rows,).
 
         It is if each token is the most likely one after those before it. Near ties do not count: rounding decides them,
         and it differs between this forward pass and generation.
         """
-        rows = rows.at_targets()
-        features, labels, row = self.features(rows), rows.target_labels, rows.row_of_position
+        labels, row = rows.target_labels, rows.row_of_position
         is_first = torch.cat([row.new_ones(1), row.diff()]) > 0  # of its row
         certain = torch.empty_like(is_first)
         banned = self._stops.to(self.device).first
