@@ -125,7 +125,7 @@ class Lazy:
             yield copy
 
 
-@pytest.mark.parametrize("targets", ["beam", "gold", "relation", "invented"])
+@pytest.mark.parametrize("targets", ["beam", "gold", "relation"])
 def test_a_sample_holds_few_revisions_in_memory(targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice is that of `random.sample` among all revisions, as results that were published depend on it."""
     monkeypatch.setattr("factpatch.evaluation.run.CHUNK", 7)
