@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fault_world import unfinished
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -64,6 +65,7 @@ def tasks(given: Path) -> list[Task]:
         Task("ledger", lambda out: ledger(out, on_world, edited, given), ("facts.jsonl",)),
         Task("scope", lambda out: [[*scope, "--steps", 30, "--output", out / "scope"]], ("checker", "revisions.jsonl")),
         Task("split", lambda out: [split(given, out)], ("claims.jsonl",)),
+        Task("world", lambda out: [["make_world", out, stage] for stage in unfinished(out)]),
         Task("report", lambda out: [["report", given / "results", "--output", out / "report"]], ("results",)),
     ]
 
