@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -21,7 +22,7 @@ from factpatch.deltas import Dense
 from factpatch.editors import load_editor
 from factpatch.errors import FactpatchError, FileError, ModelError
 from factpatch.facts import FactEdit, read_edits
-from factpatch.files import atomic_file, atomic_folder, check_writable, files_into
+from factpatch.files import atomic_file, atomic_folder, check_writable, files_into, new_file
 from factpatch.ledger import Ledger
 from factpatch.models import TaskModel, load_model
 from factpatch.patch import Patch
@@ -125,6 +126,19 @@ def test_a_killed_writer_leaves_nothing_for_good(tmp_path: Path) -> None:
         outer.write_text("outer")
     assert os.listdir(tmp_path) == ["out"]
     assert (tmp_path / "out").read_text() == "outer"
+
+
+@pytest.mark.parametrize("write", [new_file, atomic_folder, files_into])
+def test_every_writer_removes_what_a_killed_one_left(write: Callable[[Path], Any], tmp_path: Path) -> None:
+    script = f"import os, sys; from factpatch.files import {write.__name__}\n"
+    script += f"with {write.__name__}(sys.argv[1]): os._exit(9)"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], check=False)
+    (left,) = tmp_path.rglob(".*")
+    os.utime(left, (0, 0))
+    with write(tmp_path / "out") as scratch:
+        assert not left.exists()
+        (scratch / "a" if scratch.is_dir() else scratch).write_text("new")
+    assert not list(tmp_path.rglob(".*"))
 
 
 def test_arguments_that_are_not_utf8(tmp_path: Path, run: Callable[..., Ran]) -> None:
