@@ -34,13 +34,14 @@ SMALL = {
 TRAIN = {"control_pool": 20, "edits": 4, "rows": 4, "validations": 1, "validation_edits": 4, "validation_inputs": 4}
 
 
-def build(out: Path, stage: str, run: Callable[[list[object]], object]) -> None:
-    """Makes one stage of a tiny world in a folder. `run` runs factpatch's commands in this process."""
-    folder = out / "world"
-    write_facts(folder)
-    world.FOLDER = make_world.FOLDER = folder
+def build(given: Path, out: Path, stage: str, run: Callable[[list[object]], object]) -> None:
+    """Makes one stage of a tiny world in `out`, from the facts that `write_facts` has written to `given`.
+
+    `run` runs factpatch's commands in this process.
+    """
+    world.FOLDER = make_world.FOLDER = given
     for name in PLACES:
-        place = folder / getattr(world, name).name
+        place = out / "world" / getattr(world, name).name
         setattr(world, name, place)
         setattr(make_world, name, place)
     for known in (world.facts, world.changes, world.changed, world.spare):
@@ -64,8 +65,8 @@ def unfinished(out: Path) -> list[str]:
 
 
 def write_facts(folder: Path) -> None:
-    """Writes the facts and changes that the tiny world is made from, unless they are there."""
-    folder.mkdir(exist_ok=True)
+    """Writes the facts and changes that the tiny world is made from."""
+    folder.mkdir()
     changes = (SOURCE / "changes.jsonl").read_text(encoding="utf-8").splitlines()[:CHANGES]
     about = [(line["relation"], line["subject"]) for line in map(json.loads, changes)]
     alike: list[str] = []  # facts of the same relations, whose answers can replace each other

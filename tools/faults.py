@@ -274,11 +274,11 @@ def main() -> None:
                         failures.append(f"{task.name}, {fault}, round {number}: {error}")
                         print(failures[-1], file=sys.stderr)
                     counts[f"{task.name}, {fault}: {found}"] += 1
+                    print(f"{task.name}, {fault}: {found}", file=sys.stderr)
                     for out in Path(folder).glob("out-*"):
                         shutil.rmtree(out)
                     if found.startswith("skipped"):
                         break
-            print(f"{task.name} done", file=sys.stderr)
     print(json.dumps({"counts": dict(sorted(counts.items())), "failures": len(failures)}, indent=1))
     sys.exit(bool(failures))
 
