@@ -166,6 +166,24 @@ def test_numbers_without_end(number: str, run: Callable[..., Ran], tmp_path: Pat
     assert run("evaluate", *given, "--seed", number).code == 2
 
 
+def test_numbers_that_overflow(bert: TaskModel, run: Callable[..., Ran], tmp_path: Path) -> None:
+    on_world = ("--model", "world", "--device", "cpu")
+    zhu = ("--data", "world", "--method", "zhu", "--bound", "1e308", "--edits", 1, "--retain", 1)
+    refused = run("evaluate", *on_world, *zhu, "--output", tmp_path / "out")
+    assert refused.code == 2
+    assert "--bound" in refused.err
+    for option in ("--epochs", "--minutes"):
+        refused = run("fit", *on_world, "--train", "none.jsonl", option, "1e308", "--output", tmp_path / "out")
+        assert refused.code == 1
+        assert f"{option[2:]}=1e+308 must be at most 1e+15" in refused.err
+    Ledger(tmp_path / "facts.db", bert, ["paris"]).close()
+    for command in ("show", "remove"):
+        for number in (2**63, 10**23):
+            refused = run("ledger", command, "--ledger", tmp_path / "facts.db", number)
+            assert refused.code == 1
+            assert f"there is no fact {number}" in refused.err
+
+
 def test_the_same_patch_has_the_same_bytes(bert: TaskModel, tmp_path: Path) -> None:
     """In every process: Python's and Rust's hash tables order keys differently in each."""
     bert.save(tmp_path / "model")
