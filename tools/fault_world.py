@@ -53,8 +53,8 @@ def build(given: Path, out: Path, stage: str, run: Callable[[list[object]], obje
     make_world.TRAIN |= {**TRAIN, "checkpoint_seconds": 0, "editor.width": 16, "editor.bottleneck": 8, "editor.lstm": 8}
     make_world.SCOPE_CONFIG = make_world.ScopeConfig(dimensions=8, paraphrases=2, held_out=20, steps=5)
     make_world.run = lambda command, *options, device: run([command, *options, "--device", device, "--seed", 0])
-    given = ["--work", str(out / "work"), "--fit-steps", "6", "--train-steps", "2", "--stage", stage]
-    with mock.patch.object(sys, "argv", ["make_world.py", *given]):
+    arguments = ["--work", str(out / "work"), "--fit-steps", "6", "--train-steps", "2", "--stage", stage]
+    with mock.patch.object(sys, "argv", ["make_world.py", *arguments]):
         make_world.main()
     (out / f".finished-{stage}").touch()
 
