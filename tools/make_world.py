@@ -87,7 +87,10 @@ def main() -> None:
     try:
         with locked():
             make(options)
-    except (FactpatchError, OSError, SafetensorError, subprocess.CalledProcessError) as error:
+    except Exception as error:
+        expected = (FactpatchError, OSError, SafetensorError, subprocess.CalledProcessError)
+        if not isinstance(error, expected) and "os error" not in str(error):  # tokenizers raises plain exceptions
+            raise
         sys.exit(f"error: {error}")
 
 
