@@ -68,6 +68,8 @@ class Harness:
             code = 0
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+            if isinstance(stop.code, str):
+                print(stop.code, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
         finally:
