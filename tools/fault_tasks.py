@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import sys
@@ -40,8 +41,8 @@ def tasks(given: Path) -> list[Task]:
     train += [*(part for setting in TRAIN for part in ("--set", setting)), "--device", "cpu"]
     revise: list[object] = ["revise", *on_world, "--data", given / "questions.jsonl"]
     translators: list[object] = ["--forward", given / "there", "--backward", given / "back", "--device", "cpu"]
-    evaluate: list[object] = ["evaluate", *edited, "--data", "world", "--retain", 8]
-    joint: list[object] = ["--edits", 6, "--together", "1,3"]
+    evaluate: list[object] = ["evaluate", *edited, "--data", given / "world.jsonl", "--retain", 8]
+    alone, joint = [*evaluate, "--edits", 40], [*evaluate, "--edits", 6, "--together", "1,3"]
     patches = sorted((given / "patches").glob("*.safetensors"))
     merge: list[object] = ["patch", "merge", *patches, *on_world, "--max-others", 50]
     apply: list[object] = ["patch", "apply", given / "merged.safetensors", *on_world, "--force"]
@@ -57,8 +58,8 @@ def tasks(given: Path) -> list[Task]:
             lambda out: [["paraphrase", "--data", given / "claims.jsonl", *translators, "--output", out / "out.jsonl"]],
             ("claims.jsonl", "there", "back"),
         ),
-        Task("evaluate", lambda out: [[*evaluate, "--edits", 40, "--output", out / "results"]], distributed=True),
-        Task("together", lambda out: [[*evaluate, *joint, "--output", out / "results"]]),
+        Task("evaluate", lambda out: [[*alone, "--output", out / "results"]], ("world.jsonl",), distributed=True),
+        Task("together", lambda out: [[*joint, "--output", out / "results"]], ("world.jsonl",)),
         Task("merge", lambda out: [[*merge, "--output", out / "merged.safetensors"]], ("patches",)),
         Task("apply", lambda out: [[*apply, "--output", out / "model"]], ("merged.safetensors",)),
         Task("adapter", lambda out: [[*adapter, "--output", out / "lora"]], ("merged.safetensors",)),
@@ -106,6 +107,7 @@ def prepare(given: Path, patches: bool = True) -> None:
     write_lines(given / "questions.jsonl", [{"input": question} for question in questions])
     write_evaluation(given / "results")
     write_facts(given / "world")
+    (given / "world.jsonl").write_bytes(gzip.decompress(world.REVISIONS.read_bytes()))
     if not patches:
         return
     model = load_model("world", "cpu")
