@@ -46,7 +46,6 @@ def new_file(path: str | Path) -> Iterator[Path]:
     path = checked_target(path)
     with as_file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(path.parent, _scratch_prefix(path))
         scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=_scratch_prefix(path)))
         try:
             yield scratch / path.name

@@ -193,7 +193,7 @@ class Store:
         return self._facts_where("? IS NULL OR status = ?", status, status)
 
     def fact(self, fact_id: int) -> Fact:
-        if fact_id < 2**63 and (found := self._facts_where("id = ?", fact_id)):  # SQLite's integers end there
+        if found := self._facts_where("id = ?", fact_id):
             return found[0]
         raise InputError(f"there is no fact {fact_id} in {self.path}; see factpatch ledger list")
 
