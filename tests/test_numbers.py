@@ -130,7 +130,7 @@ def test_a_sample_holds_few_revisions_in_memory(targets: str, monkeypatch: pytes
     """The choice is that of `random.sample` among all revisions, as results that were published depend on it."""
     monkeypatch.setattr("factpatch.evaluation.run.CHUNK", 7)
     model = tiny.build("bart")
-    known = [replace(r, answers=(QUESTIONS[i % 3].split()[0],)) for i, r in enumerate(revisions(model, 100))]
+    known = [replace(r, answers=(QUESTIONS[i % 3].split()[0],)) for i, r in enumerate(revisions(model, 50))]
     lazy = Lazy(known)
     edits, others = sample_edits(model, lazy, 5, 8, 3, targets)
     rng = random.Random(3)
