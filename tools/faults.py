@@ -217,7 +217,7 @@ class Harness:
             self.whole[key] = written(out), time.monotonic() - start
         expected, seconds = self.whole[key]
         out = self.new_folder()
-        lost = in_two_processes(task, out, self.rng.uniform(0.3, 1) * seconds, self.rng.randrange(2))
+        lost = in_two_processes(task, out, self.rng.uniform(0.3, 0.7) * seconds, self.rng.randrange(2))
         if lost.code and (ended := in_two_processes(task, out)).code and "in use" not in ended.text:
             raise Failed(f"a rerun fails: {ended.text[-2000:]}")
         if (found := written(out)) != expected:
