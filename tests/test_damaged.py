@@ -64,6 +64,32 @@ def damaged_json(path: Path, keys: Callable[[str], bool] = lambda key: True) -> 
     path.write_text(whole)
 
 
+# Code in files
+
+
+@pytest.mark.parametrize("model_type", ["bert", "own"])
+def test_code_in_a_models_folder_never_runs(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if the question whether to trust it were answered with yes, as `yes | factpatch ...` would."""
+    tiny.build("bert").save(tmp_path)
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    for name, classes in (
+        ("config.json", {"AutoConfig": "own.Own", "AutoModelForSequenceClassification": "own.Own"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["own.Own", "own.Own"]}),
+    ):
+        settings = json.loads((tmp_path / name).read_text())
+        change = {"auto_map": classes, **({"model_type": model_type} if name == "config.json" else {})}
+        (tmp_path / name).write_text(json.dumps({**settings, **change}))
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
+    if model_type == "bert":
+        assert load_model(tmp_path, "cpu").predict(["paris"]) == tiny.build("bert").predict(["paris"])
+    else:
+        with pytest.raises(ModelError, match="cannot load a model"):
+            load_model(tmp_path, "cpu")
+    assert not asked
+    assert not (tmp_path / "ran").exists()
+
+
 # Data
 
 

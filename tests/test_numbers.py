@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+import os
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +17,14 @@ import pytest
 import tiny
 import torch
 from conftest import QUESTIONS, Ran, assert_untouched, loud_editor, weights_of
-from samples import claims, fact_checker, write_lines, write_revisions
+from samples import claims, fact_checker, revisions, write_lines, write_revisions
 
 from factpatch.covariance import Covariance
+from factpatch.data.revisions import Revision
+from factpatch.data.targets import with_targets
 from factpatch.editors import HyperNetwork, Looped
 from factpatch.errors import InputError, MismatchError, ModelError
+from factpatch.evaluation import sample_edits
 from factpatch.facts import FactEdit
 from factpatch.ledger import Ledger
 from factpatch.merging import merge, scaled_patch
@@ -95,6 +104,61 @@ def test_ten_thousand_tokens(model: TaskModel, editor: HyperNetwork) -> None:
         with pytest.raises(InputError):
             use()
     assert len(model.predict([LONG, "paris"], cut=True)) == 2
+
+
+# Large files
+
+
+class Lazy:
+    """Revisions that exist only while they are used, as those of a file, and how many existed at a time."""
+
+    def __init__(self, known: list[Revision]):
+        self.known = known
+        self.alive: weakref.WeakSet[Revision] = weakref.WeakSet()
+        self.most = 0
+
+    def __iter__(self) -> Iterator[Revision]:
+        for revision in self.known:
+            copy = replace(revision)
+            self.alive.add(copy)
+            self.most = max(self.most, len(self.alive))
+            yield copy
+
+
+@pytest.mark.parametrize("targets", ["beam", "gold", "relation"])
+def test_a_sample_holds_few_revisions_in_memory(targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice is that of `random.sample` among all revisions, as results that were published depend on it."""
+    monkeypatch.setattr("factpatch.evaluation.run.CHUNK", 7)
+    model = tiny.build("bart")
+    known = [replace(r, answers=(QUESTIONS[i % 3].split()[0],)) for i, r in enumerate(revisions(model, 50))]
+    lazy = Lazy(known)
+    edits, others = sample_edits(model, lazy, 5, 8, 3, targets)
+    rng = random.Random(3)
+    candidates = with_targets(model, known, [targets], 3)
+    assert edits == rng.sample(candidates, len(candidates))[:5]
+    assert others == rng.sample(known, len(known))[:8]
+    assert lazy.most <= 2 * 7 + 5 + 8
+
+
+def test_evaluate_from_a_file_and_from_a_pipe(given: Path, run: Callable[..., Ran], tmp_path: Path) -> None:
+    """A file is read again instead of being held in memory; its bad lines count once. A pipe is read only once."""
+    lines = [*(given / "revisions.jsonl").read_text().splitlines(), "bad"]
+    (tmp_path / "file.jsonl").write_text("\n".join(lines))
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("\n".join(lines)), daemon=True)
+    writer.start()
+    about = ("--model", given / "model", "--device", "cpu", "--editor", given / "editor", "--skip-bad", "--json")
+    found = []
+    for path in (tmp_path / "file.jsonl", pipe):
+        size = ("--edits", 4, "--retain", 6)
+        ran = run("evaluate", *about, "--data", path, *size, "--output", tmp_path / f"{path.stem}-results")
+        assert ran.code == 0, ran.err
+        assert ran.err.count("no provenance record") == 1
+        found.append(json.loads(ran.out))
+    assert found[0]["bad"] == found[1]["bad"] == 1
+    one, two = (bytes_in(tmp_path / f"{name}-results") for name in ("file", "pipe"))
+    assert one == two
 
 
 # The same seed gives the same bytes

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -21,7 +22,7 @@ from factpatch.deltas import Dense
 from factpatch.editors import load_editor
 from factpatch.errors import FactpatchError, FileError, ModelError
 from factpatch.facts import FactEdit, read_edits
-from factpatch.files import atomic_file, atomic_folder, check_writable, files_into
+from factpatch.files import atomic_file, atomic_folder, check_writable, files_into, new_file
 from factpatch.ledger import Ledger
 from factpatch.models import TaskModel, load_model
 from factpatch.patch import Patch
@@ -127,6 +128,19 @@ def test_a_killed_writer_leaves_nothing_for_good(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "outer"
 
 
+@pytest.mark.parametrize("write", [new_file, atomic_folder, files_into])
+def test_every_writer_removes_what_a_killed_one_left(write: Callable[[Path], Any], tmp_path: Path) -> None:
+    script = f"import os, sys; from factpatch.files import {write.__name__}\n"
+    script += f"with {write.__name__}(sys.argv[1]): os._exit(9)"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], check=False)
+    (left,) = tmp_path.rglob(".*")
+    os.utime(left, (0, 0))
+    with write(tmp_path / "out") as scratch:
+        assert not left.exists()
+        (scratch / "a" if scratch.is_dir() else scratch).write_text("new")
+    assert not list(tmp_path.rglob(".*"))
+
+
 def test_arguments_that_are_not_utf8(tmp_path: Path, run: Callable[..., Ran]) -> None:
     text = os.fsdecode(b"caf\xe9")
     for arguments in (
@@ -150,6 +164,24 @@ def test_numbers_without_end(number: str, run: Callable[..., Ran], tmp_path: Pat
         assert refused.code == 2
         assert any(limit in refused.err for limit in ("1e+15", "2**63"))
     assert run("evaluate", *given, "--seed", number).code == 2
+
+
+def test_numbers_that_overflow(bert: TaskModel, run: Callable[..., Ran], tmp_path: Path) -> None:
+    on_world = ("--model", "world", "--device", "cpu")
+    zhu = ("--data", "world", "--method", "zhu", "--bound", "1e308", "--edits", 1, "--retain", 1)
+    refused = run("evaluate", *on_world, *zhu, "--output", tmp_path / "out")
+    assert refused.code == 2
+    assert "--bound" in refused.err
+    for option in ("--epochs", "--minutes"):
+        refused = run("fit", *on_world, "--train", "none.jsonl", option, "1e308", "--output", tmp_path / "out")
+        assert refused.code == 1
+        assert f"{option[2:]}=1e+308 must be at most 1e+15" in refused.err
+    Ledger(tmp_path / "facts.db", bert, ["paris"]).close()
+    for command in ("show", "remove"):
+        for number in (2**63, 10**23):
+            refused = run("ledger", command, "--ledger", tmp_path / "facts.db", number)
+            assert refused.code == 2
+            assert str(2**63 - 1) in refused.err
 
 
 def test_the_same_patch_has_the_same_bytes(bert: TaskModel, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 from fault_tasks import Task
+from fault_world import build
 
 HANG = 900  # seconds after which a command counts as hanging
 
@@ -74,13 +75,17 @@ def in_two_processes(task: Task, out: Path, kill_after: float | None = None, whi
         finally:
             process.kill()
         log.seek(0)
-        return Ended(process.returncode, log.read())
+        own, *_ = log.read().partition("torch/distributed/elastic")  # what follows is the launcher's report
+        return Ended(process.returncode, own)
 
 
 def command_line(arguments: list[Any]) -> None:
-    """Runs one command. Raises SystemExit if it fails."""
+    """Runs one command of factpatch, or a stage of the embedded world's build. Raises SystemExit if it fails."""
     from factpatch.cli import main
 
+    if arguments[0] == "make_world":
+        build(*arguments[1:], command_line)
+        return
     try:
         main([str(argument) for argument in arguments])
     except SystemExit as stop:

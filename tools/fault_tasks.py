@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fault_world import unfinished, write_facts
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -39,9 +41,10 @@ def tasks(given: Path) -> list[Task]:
     train += [*(part for setting in TRAIN for part in ("--set", setting)), "--device", "cpu"]
     revise: list[object] = ["revise", *on_world, "--data", given / "questions.jsonl"]
     translators: list[object] = ["--forward", given / "there", "--backward", given / "back", "--device", "cpu"]
-    evaluate: list[object] = ["evaluate", *edited, "--data", "world", "--edits", 40, "--retain", 30]
+    evaluate: list[object] = ["evaluate", *edited, "--data", given / "world.jsonl", "--retain", 8]
+    alone, joint = [*evaluate, "--edits", 40], [*evaluate, "--edits", 6, "--together", "1,3"]
     patches = sorted((given / "patches").glob("*.safetensors"))
-    merge: list[object] = ["patch", "merge", *patches, *on_world, "--max-others", 200]
+    merge: list[object] = ["patch", "merge", *patches, *on_world, "--max-others", 50]
     apply: list[object] = ["patch", "apply", given / "merged.safetensors", *on_world, "--force"]
     adapter: list[object] = ["patch", "export", given / "merged.safetensors", *on_world, "--max-others", 20]
     edit: list[object] = ["edit", *edited, "--input", "What is the capital of Burundi?", "--target", "Gitega"]
@@ -55,8 +58,8 @@ def tasks(given: Path) -> list[Task]:
             lambda out: [["paraphrase", "--data", given / "claims.jsonl", *translators, "--output", out / "out.jsonl"]],
             ("claims.jsonl", "there", "back"),
         ),
-        Task("evaluate", lambda out: [[*evaluate, "--output", out / "results"]], distributed=True),
-        Task("together", lambda out: [[*evaluate, "--together", "1,8", "--output", out / "results"]]),
+        Task("evaluate", lambda out: [[*alone, "--output", out / "results"]], ("world.jsonl",), distributed=True),
+        Task("together", lambda out: [[*joint, "--output", out / "results"]], ("world.jsonl",)),
         Task("merge", lambda out: [[*merge, "--output", out / "merged.safetensors"]], ("patches",)),
         Task("apply", lambda out: [[*apply, "--output", out / "model"]], ("merged.safetensors",)),
         Task("adapter", lambda out: [[*adapter, "--output", out / "lora"]], ("merged.safetensors",)),
@@ -64,6 +67,7 @@ def tasks(given: Path) -> list[Task]:
         Task("ledger", lambda out: ledger(out, on_world, edited, given), ("facts.jsonl",)),
         Task("scope", lambda out: [[*scope, "--steps", 30, "--output", out / "scope"]], ("checker", "revisions.jsonl")),
         Task("split", lambda out: [split(given, out)], ("claims.jsonl",)),
+        Task("world", lambda out: [["make_world", given / "world", out, stage] for stage in unfinished(out)]),
         Task("report", lambda out: [["report", given / "results", "--output", out / "report"]], ("results",)),
     ]
 
@@ -71,7 +75,7 @@ def tasks(given: Path) -> list[Task]:
 def ledger(out: Path, on_world: list[object], edited: list[object], given: Path) -> list[list[object]]:
     """Returns commands that create a ledger and add facts. All can be repeated: existing facts are kept."""
     name: list[object] = ["--ledger", out / "facts.db"]
-    init = ["ledger", "init", *name, *on_world, "--max-others", 100]
+    init = ["ledger", "init", *name, *on_world, "--max-others", 50]
     add = [["ledger", "add", *name, *edited, "--facts", given / file] for file in ("facts.jsonl", "more.jsonl")]
     export = ["ledger", "export", *name, *on_world, "--output", out / "merged.safetensors"]
     return [*([] if (out / "facts.db").exists() else [init]), *add, export]
@@ -99,17 +103,19 @@ def prepare(given: Path, patches: bool = True) -> None:
     for seed, name in enumerate(("there", "back")):
         tiny.build("marian", seed).save(given / name)
     write_lines(given / "claims.jsonl", claims(120))
-    questions = [question_of(fact) for fact in world.facts()[:300]]
+    questions = [question_of(fact) for fact in world.facts()[:150]]
     write_lines(given / "questions.jsonl", [{"input": question} for question in questions])
     write_evaluation(given / "results")
+    write_facts(given / "world")
+    (given / "world.jsonl").write_bytes(gzip.decompress(world.REVISIONS.read_bytes()))
     if not patches:
         return
     model = load_model("world", "cpu")
-    edits = [edit_of(revision) for revision in outdated(model)[:40]]
+    edits = [edit_of(revision) for revision in outdated(model)[:16]]
     facts = [{"input": edit.x, "target": edit.a} for edit in edits]
-    write_lines(given / "facts.jsonl", facts[:20])
-    write_lines(given / "more.jsonl", facts[20:])
-    made = load_editor("world", "cpu").propose(model, edits[:8])
+    write_lines(given / "facts.jsonl", facts[:8])
+    write_lines(given / "more.jsonl", facts[8:])
+    made = load_editor("world", "cpu").propose(model, edits[:4])
     for number, patch in enumerate(made):
         patch.save(given / "patches" / f"{number}.safetensors")
     merge(model, made, others=questions[:100]).save(given / "merged.safetensors")

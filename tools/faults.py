@@ -53,6 +53,7 @@ class Harness:
         self.log = folder / "log"
         self.numbers = iter(range(10**9))
         self.whole: dict[str, tuple[Any, float]] = {}  # by task: the undisturbed result and its seconds
+        self.bytes: dict[str, int] = {}  # by task: the size of the undisturbed result
 
     def fork(self, work: Callable[[], object]) -> int:
         """Starts a fork that does this work, and returns its process id."""
@@ -68,6 +69,8 @@ class Harness:
             code = 0
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+            if isinstance(stop.code, str):
+                print(stop.code, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -113,6 +116,7 @@ class Harness:
             if (ended := self.run(task, out)).code != 0:
                 raise Failed(f"without a fault: {ended.text[-2000:]}")
             self.whole[task.name] = written(out), time.monotonic() - start
+            self.bytes[task.name] = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
             shutil.rmtree(out)
         return self.whole[task.name]
 
@@ -133,7 +137,7 @@ class Harness:
         out = self.new_folder()
         kills = 0
         for _ in range(self.rng.randint(1, 3)):
-            ended = self.run(task, out, self.rng.uniform(0, 1.1 * seconds)).check()
+            ended = self.run(task, out, self.rng.uniform(0, 0.9 * seconds)).check()
             kills += ended.code == -signal.SIGKILL
             if ended.code == 0:
                 break
@@ -143,7 +147,7 @@ class Harness:
     def full(self, task: Task) -> str:
         self.undisturbed(task)
         out = self.new_folder()
-        with small_disk(out, int(10 ** self.rng.uniform(3, 7))) as before:
+        with small_disk(out, int(self.bytes[task.name] ** self.rng.uniform(0.5, 1))) as before:
             ended = self.run(task, out, before=before).check()
             if ended.code == 1 and not any(word in ended.text for word in ("No space", "too large", "full", "disk")):
                 raise Failed(f"the error does not say that the disk is full: {ended.text[-1000:]}")
@@ -167,7 +171,7 @@ class Harness:
 
     def cut(self, task: Task) -> str:
         if not task.inputs:
-            return "skipped: reads only the embedded world"
+            return "skipped: reads no file"
         self.undisturbed(task)
         named_ = [self.given / name for name in task.inputs]
         files = [file for path in named_ for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
@@ -213,7 +217,7 @@ class Harness:
             self.whole[key] = written(out), time.monotonic() - start
         expected, seconds = self.whole[key]
         out = self.new_folder()
-        lost = in_two_processes(task, out, self.rng.uniform(0.3, 1) * seconds, self.rng.randrange(2))
+        lost = in_two_processes(task, out, self.rng.uniform(0.3, 0.7) * seconds, self.rng.randrange(2))
         if lost.code and (ended := in_two_processes(task, out)).code and "in use" not in ended.text:
             raise Failed(f"a rerun fails: {ended.text[-2000:]}")
         if (found := written(out)) != expected:
@@ -274,11 +278,11 @@ def main() -> None:
                         failures.append(f"{task.name}, {fault}, round {number}: {error}")
                         print(failures[-1], file=sys.stderr)
                     counts[f"{task.name}, {fault}: {found}"] += 1
+                    print(f"{task.name}, {fault}: {found}", file=sys.stderr)
                     for out in Path(folder).glob("out-*"):
                         shutil.rmtree(out)
                     if found.startswith("skipped"):
                         break
-            print(f"{task.name} done", file=sys.stderr)
     print(json.dumps({"counts": dict(sorted(counts.items())), "failures": len(failures)}, indent=1))
     sys.exit(bool(failures))
 

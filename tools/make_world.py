@@ -7,15 +7,20 @@ number of steps, so that the same machine makes the same files.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gzip
+import os
 import random
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from world_data import choose_targets, write_data
 from world_model import new_model, new_tokenizer
@@ -30,8 +35,9 @@ from factpatch.data.revisions import Provenance, Revision, edit_of
 from factpatch.deltas import Dense
 from factpatch.demo import outdated, question_of
 from factpatch.editors import Looped, load_editor
+from factpatch.errors import FactpatchError, FileError
 from factpatch.facts import normalize
-from factpatch.files import content_hash
+from factpatch.files import atomic_file, content_hash
 from factpatch.fingerprints import hash_tensors
 from factpatch.merging import merge
 from factpatch.models import load_model
@@ -78,6 +84,31 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="where the model and the editor are trained")
     parser.add_argument("--stage", choices=["all", *STAGES], default="all")
     options = parser.parse_args()
+    try:
+        with locked():
+            make(options)
+    except Exception as error:
+        expected = (FactpatchError, OSError, SafetensorError, subprocess.CalledProcessError)
+        if not isinstance(error, expected) and "os error" not in str(error):  # tokenizers raises plain exceptions
+            raise
+        sys.exit(f"error: {error}")
+
+
+@contextmanager
+def locked() -> Iterator[None]:
+    """Makes sure that no other process makes the world at the same time."""
+    folder = os.open(FOLDER, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise FileError(f"another process is making the world in {FOLDER}; wait until it ends") from None
+    finally:
+        os.close(folder)
+
+
+def make(options: argparse.Namespace) -> None:
+    """Makes one stage, or all of them."""
     start = time.perf_counter()
     for stage in STAGES if options.stage == "all" else [options.stage]:
         {
@@ -176,7 +207,8 @@ def write_revisions() -> None:
     settings = {"dtype": str(model.model.dtype).removeprefix("torch.")}
     provenance = Provenance(model.identity, content_hash(FOLDER / "facts.jsonl"), settings)
     lines = "".join(f"{line.to_json()}\n" for line in (provenance, *revisions))
-    REVISIONS.write_bytes(gzip.compress(lines.encode(), mtime=0))  # no timestamp, so that the file is reproducible
+    with atomic_file(REVISIONS) as scratch:
+        scratch.write_bytes(gzip.compress(lines.encode(), mtime=0))  # no timestamp, so that the file is reproducible
     print(f"{REVISIONS.name}: {len(revisions)} revisions, {REVISIONS.stat().st_size / 1000:.0f} kB")
 
 

@@ -20,6 +20,7 @@ from factpatch.world import Fact, changes, facts
 TYPED = 90  # typed questions per fact, in addition to the wordings of relations.json
 MADE_UP = 120_000  # made-up names that the model learns to repeat, in addition to the real ones
 LONGEST = 30  # tokens of a made-up name
+VALID = 500  # facts that the model is validated with
 EDITS_PER_FACT = {True: 8, False: 3}  # in the editor's training: more if facts of the relation have changed
 NEW_SUBJECTS = 1500  # edits of questions about subjects that the model has never read of
 PARAPHRASES = 8  # per edit in the editor's training, half of them typed
@@ -34,7 +35,7 @@ def write_data(work: Path, tokenizer: PreTrainedTokenizerBase, seed: int) -> Non
     typist, names = Typist(), Names()
     asked = (record(fact, [*fact.questions, *typist.questions(fact, TYPED, rng)]) for fact in facts())
     write_lines(work / "train.jsonl", [*asked, *spelling_exercises(names, tokenizer, rng)])
-    unseen = [record(fact, typist.questions(fact, 1, rng, held_out=True)) for fact in rng.sample(facts(), 500)]
+    unseen = [record(fact, typist.questions(fact, 1, rng, held_out=True)) for fact in rng.sample(facts(), VALID)]
     write_lines(work / "valid.jsonl", unseen)
     write_lines(work / "edits.jsonl", edits(typist, names, rng))
 

@@ -140,8 +140,8 @@ class Ledger:
 
         It is the ledger's setting, otherwise the value learned by these facts' editors, otherwise the default.
         """
-        if self.settings["ridge"] is not None:
-            return dict.fromkeys(self.covariance.readers, self.settings["ridge"])
+        if (ridge := self.settings["ridge"]) is not None:
+            return {name: float(ridge) for name in self.covariance.readers}
         meta = self.store.get_meta()
         learned = merging.mean_ridge(stored_ridge(self.store, meta.get(f"ridge of {fact.id}", "{}")) for fact in facts)
         return {name: learned.get(name, merging.RIDGE) for name in self.covariance.readers}

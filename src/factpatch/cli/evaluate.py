@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -140,7 +141,7 @@ def evaluate(
     check_joint_options(bool(sizes), merge, others, is_fitted, scope, mode, refine)
     check_writable(output)
     with common.working("loading"):
-        from factpatch.data.revisions import hash_revisions, load_revisions
+        from factpatch.data.revisions import RevisionFile, hash_revisions, load_revisions
         from factpatch.device import find_device
         from factpatch.evaluation import MergeOptions, Together, count_measured_edits, measuring_precision, sample_edits
         from factpatch.evaluation import evaluate as run
@@ -153,7 +154,9 @@ def evaluate(
         task_model = load_model(model, device, template=template)
         bad: list[str] = []
         on_bad = bad.append if skip_bad else None
-        revisions = load_revisions(data, task_model, on_bad, common.warn)
+        # A sample is taken from the file itself. Pipes can be read only once.
+        stream = edits and retain and (data == "world" or Path(data).is_file())
+        revisions = (RevisionFile if stream else load_revisions)(data, task_model, on_bad, common.warn)
         to_choose_on = load_revisions(valid, task_model, on_bad, common.warn) if valid else None
         fitted_to = load_revisions(others, task_model, on_bad, common.warn) if others else None
     with measuring_precision(task_model, precision, baseline=editor is None):
@@ -201,7 +204,7 @@ def _method(
     return Looped(loaded, updates) if updates > 1 else loaded
 
 
-def _without(revisions: list[Revision], used: list[Revision]) -> list[Revision]:
+def _without(revisions: Iterable[Revision], used: list[Revision]) -> list[Revision]:
     ids = {revision.id for revision in used}
     return [revision for revision in revisions if revision.id not in ids]
 

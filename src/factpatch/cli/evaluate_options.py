@@ -33,8 +33,8 @@ def check_options(
         raise typer.BadParameter("zhu needs either --bound or --select")
     if method != "zhu" and bound is not None:
         raise typer.BadParameter("--bound is an option of the method zhu only; leave it out")
-    if bound is not None and not 0 < bound < float("inf"):
-        raise typer.BadParameter(f"expected a bound above 0, found {bound}", param_hint="--bound")
+    if bound is not None and not 0 < bound <= 1e15:  # a float32 holds no more than 3e38
+        raise typer.BadParameter(f"expected a bound above 0 and at most 1e15, found {bound}", param_hint="--bound")
     if layers == "block" and not select:
         raise typer.BadParameter("--layers block needs --select; add it, or name a block")
     if select and method not in SELECTABLE:

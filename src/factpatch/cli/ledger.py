@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Record facts over time and merge them into one patch.", no_args_is_help=True)
 
 LedgerFile = Annotated[Path, typer.Option("--ledger", help="Ledger file.")]
-FactId = Annotated[int, typer.Argument(metavar="ID", help="The number of a fact, as factpatch ledger list shows it.")]
+FactId = Annotated[
+    int,
+    # SQLite has no larger numbers.
+    typer.Argument(max=2**63 - 1, metavar="ID", help="The number of a fact, as factpatch ledger list shows it."),
+]
 
 
 @app.command()

@@ -77,25 +77,44 @@ class Provenance:
             )
 
 
+class RevisionFile:
+    """The revisions of a file that is to be used with `model`, read again in every iteration.
+
+    Raises a MismatchError if another model made the file. A file without a provenance record, such as one written by
+    hand, is accepted with a warning, and its lines are bad if the model cannot read their inputs. With `on_bad`, bad
+    lines are skipped and reported to it. Warnings and bad lines are reported once, in the first iteration.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        model: TaskModel,
+        on_bad: Callable[[str], object] | None = None,
+        warn: Callable[[str], object] = lambda message: None,
+    ):
+        self.path, self.model, self.on_bad, self.warn = path, model, on_bad, warn
+
+    def __iter__(self) -> Iterator[Revision]:
+        on_bad, warn = self.on_bad, self.warn
+        self.on_bad = None if on_bad is None else lambda message: None
+        self.warn = lambda message: None
+        records = _read(self.path, on_bad, lambda revision: self.model.check_input(revision.input))
+        first = next(records, None)
+        if isinstance(first, Provenance):
+            first.check_model(self.model, self.path)
+        elif first is not None:
+            warn(f"{self.path} has no provenance record; its predictions are taken as this model's")
+        yield from (record for record in chain([first], records) if isinstance(record, Revision))
+
+
 def load_revisions(
     path: str | Path,
     model: TaskModel,
     on_bad: Callable[[str], object] | None = None,
     warn: Callable[[str], object] = lambda message: None,
 ) -> list[Revision]:
-    """Reads a revision file that is to be used with `model`.
-
-    Raises a MismatchError if another model made the file. A file without a provenance record, such as one written by
-    hand, is accepted with a warning, and its lines are bad if the model cannot read their inputs. With `on_bad`, bad
-    lines are skipped and reported to it.
-    """
-    records = _read(path, on_bad, lambda revision: model.check_input(revision.input))
-    first = next(records, None)
-    if isinstance(first, Provenance):
-        first.check_model(model, path)
-    elif first is not None:
-        warn(f"{path} has no provenance record; its predictions are taken as this model's")
-    return [record for record in chain([first], records) if isinstance(record, Revision)]
+    """Reads all revisions of a file into memory; see `RevisionFile`."""
+    return list(RevisionFile(path, model, on_bad, warn))
 
 
 def read_revisions(path: str | Path, on_bad: Callable[[str], object] | None = None) -> Iterator[Revision]:

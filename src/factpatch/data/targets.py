@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from factpatch.data.revisions import Revision, teachable
@@ -32,8 +32,15 @@ def find_targets(
     model: TaskModel, revisions: Sequence[Revision], kinds: Sequence[str], seed: int = 0
 ) -> list[tuple[Texts, ...]]:
     """Returns each revision's targets of each kind: answers that the model can give but does not predict."""
+    return _find_targets(model, revisions, _makers(model, revisions, kinds, seed))
+
+
+def _makers(model: TaskModel, revisions: Iterable[Revision], kinds: Sequence[str], seed: int) -> list[Maker]:
     check_kinds(model, kinds)
-    makers = [KINDS[kind](revisions, seed) for kind in kinds]
+    return [KINDS[kind](revisions, seed) for kind in kinds]
+
+
+def _find_targets(model: TaskModel, revisions: Sequence[Revision], makers: Sequence[Maker]) -> list[tuple[Texts, ...]]:
     by_kind = [teachable(model, [replace(r, alternatives=make(r)) for r in revisions]) for make in makers]
     return [tuple(aimed.alternatives for aimed in versions) for versions in zip(*by_kind, strict=True)]
 
@@ -45,12 +52,27 @@ def with_targets(
 
     A revision that has targets of several kinds gets one of these kinds at random.
     """
-    aimed = []
-    for revision, by_kind in zip(revisions, find_targets(model, revisions, kinds, seed), strict=True):
-        if available := [texts for texts in by_kind if texts]:
-            chosen = _rng(seed, "kind", revision).choice(available)
+    return [revision for revision in target_chooser(model, revisions, kinds, seed)(revisions) if revision.alternatives]
+
+
+def target_chooser(
+    model: TaskModel, data: Iterable[Revision], kinds: Sequence[str], seed: int = 0
+) -> Callable[[Sequence[Revision]], list[Revision]]:
+    """Returns a function that replaces the alternatives of some revisions of `data` as `with_targets` does for all.
+
+    Revisions without a target get no alternatives.
+    """
+    makers = _makers(model, data, kinds, seed)
+
+    def choose(revisions: Sequence[Revision]) -> list[Revision]:
+        aimed = []
+        for revision, by_kind in zip(revisions, _find_targets(model, revisions, makers), strict=True):
+            available = [texts for texts in by_kind if texts]
+            chosen = _rng(seed, "kind", revision).choice(available) if available else ()
             aimed.append(replace(revision, alternatives=chosen))
-    return aimed
+        return aimed
+
+    return choose
 
 
 def check_kinds(model: TaskModel, kinds: Sequence[str]) -> None:
@@ -71,11 +93,11 @@ def _invented_word(rng: random.Random) -> str:
     return ("".join(syllables) + rng.choice(CODAS)).capitalize()
 
 
-def _alternatives(revisions: Sequence[Revision], seed: int) -> Maker:
+def _alternatives(revisions: Iterable[Revision], seed: int) -> Maker:
     return lambda revision: revision.alternatives if revision.target is None else (revision.target,)
 
 
-def _gold_answers(revisions: Sequence[Revision], seed: int) -> Maker:
+def _gold_answers(revisions: Iterable[Revision], seed: int) -> Maker:
     def make(revision: Revision) -> Texts:
         is_correct = any(same(revision.prediction, answer) for answer in revision.answers)
         return () if is_correct else revision.answers
@@ -83,7 +105,7 @@ def _gold_answers(revisions: Sequence[Revision], seed: int) -> Maker:
     return make
 
 
-def _answers_of_others(revisions: Sequence[Revision], seed: int) -> Maker:
+def _answers_of_others(revisions: Iterable[Revision], seed: int) -> Maker:
     by_relation: dict[str | None, dict[str, str]] = {}
     for revision in revisions:
         for answer in revision.answers:
@@ -100,7 +122,7 @@ def _answers_of_others(revisions: Sequence[Revision], seed: int) -> Maker:
     return make
 
 
-def _invented_names(revisions: Sequence[Revision], seed: int) -> Maker:
+def _invented_names(revisions: Iterable[Revision], seed: int) -> Maker:
     texts = (text for r in revisions for text in (r.input, r.prediction, *r.alternatives, *r.answers))
     known = {normalize(word) for text in texts for word in text.split()}
 
@@ -121,7 +143,7 @@ def _rng(seed: int, purpose: str, revision: Revision) -> random.Random:
     return random.Random(f"{seed}/{purpose}/{revision.id}")
 
 
-KINDS: dict[str, Callable[[Sequence[Revision], int], Maker]] = {
+KINDS: dict[str, Callable[[Iterable[Revision], int], Maker]] = {
     "beam": _alternatives,
     "gold": _gold_answers,
     "relation": _answers_of_others,

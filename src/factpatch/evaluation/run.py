@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 
 from factpatch.backends import tensor_core_products
 from factpatch.data.revisions import Revision, edit_of, editable, hash_revisions
-from factpatch.data.targets import with_targets
+from factpatch.data.targets import target_chooser
 from factpatch.device import environment, find_dtype
 from factpatch.editors import EditMethod
 from factpatch.editors.prompt import FactInPrompt
@@ -39,6 +41,8 @@ from factpatch.resumable import ResumableLines
 
 Progress = Callable[[int], object]
 
+CHUNK = 10_000  # revisions that are in memory at a time while some are sampled
+
 
 @contextmanager
 def measuring_precision(model: TaskModel, precision: str | None, baseline: bool) -> Iterator[None]:
@@ -56,21 +60,34 @@ def measuring_precision(model: TaskModel, precision: str | None, baseline: bool)
 
 def sample_edits(
     model: TaskModel,
-    revisions: Sequence[Revision],
+    revisions: Iterable[Revision],
     edits: int | None,
     retain: int | None,
     seed: int,
     targets: str = "beam",
 ) -> tuple[list[Revision], list[Revision]]:
-    """Samples `edits` revisions with a target of the kind `targets`, and `retain` control inputs; None means all."""
-    rng = random.Random(seed)
-    candidates = with_targets(model, revisions, [targets], seed)
+    """Samples `edits` revisions with a target of the kind `targets`, and `retain` control inputs; None means all.
+
+    The revisions are read several times, but only the sampled ones are kept in memory.
+    """
+    choose = target_chooser(model, revisions, [targets], seed)
+    candidates = array("Q")  # positions of the revisions that have a target
+    count = 0
+    unread = iter(revisions)
+    while chunk := list(islice(unread, CHUNK)):
+        candidates.extend(count + i for i, revision in enumerate(choose(chunk)) if revision.alternatives)
+        count += len(chunk)
     if not candidates:
         what = "an alternative answer" if targets == "beam" else f"a target of the kind {targets}"
         raise InputError(f"no revision has {what} to edit to; make revisions with factpatch revise")
-    order = rng.sample(candidates, len(candidates))
-    others = rng.sample(list(revisions), len(revisions))
-    return order[:edits], others[:retain]
+    rng = random.Random(seed)
+    edited = [candidates[i] for i in rng.sample(range(len(candidates)), len(candidates))[:edits]]
+    others = rng.sample(range(count), count)[:retain]
+    sampled = {*edited, *others}
+    kept = {position: revision for position, revision in enumerate(revisions) if position in sampled}
+    if len(kept) < len(sampled):
+        raise InputError("the revision file became shorter while it was read; run the command again")
+    return choose([kept[position] for position in edited]), [kept[position] for position in others]
 
 
 def evaluate(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
 from factpatch.processes import accelerator_on
 from factpatch.training.examples import Example, batches_from, labels_of, read_answered
 from factpatch.training.run import Run, copy_of, sum_gradients, summed, within_error_of_best
+from factpatch.training.settings import LARGEST
 
 CPU_DEFAULTS: dict[str, Any] = {"batch": 32, "epochs": 3.0}  # defaults of `factpatch fit` on a CPU
 
@@ -55,8 +55,9 @@ class FitConfig:
     def __post_init__(self) -> None:
         values = {name: value for name, value in asdict(self).items() if value is not None}
         positive = ("lr", "batch", "epochs", "max_tokens", "validations", "steps", "minutes", "holdout")
-        problems = [
-            f"{name}={values[name]} must be above 0" for name in positive if not 0 < values.get(name, 1) < math.inf
+        problems = [f"{name}={values[name]} must be above 0" for name in positive if not values.get(name, 1) > 0]
+        problems += [
+            f"{name}={values[name]} must be at most {LARGEST:g}" for name in positive if values.get(name, 1) > LARGEST
         ]
         if not self.checkpoint_seconds >= 0:
             problems.append(f"checkpoint_seconds={self.checkpoint_seconds} must not be below 0")
