@@ -162,6 +162,7 @@ def _set_template(model: TaskModel, folder: Path | None, template: str | None, r
             "leave --template out, or fit the model again"
         )
     model.set_template(stored if template is None else template, tokens or MAX_ANSWER_TOKENS)
+    model.template_is_fixed = refitted or template is not None or tokens is not None
 
 
 def _check_sizes(config: PretrainedConfig) -> None:

@@ -38,6 +38,7 @@ class Causal(TextModel):
 
     kind = "causal"
     auto_class = AutoModelForCausalLM
+    template_is_fixed = False  # whether the folder that the model is saved to accepts no other template
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, template: str | None = None):
         super().__init__(model, tokenizer)
@@ -72,6 +73,8 @@ class Causal(TextModel):
 
     def write_to(self, folder: Path) -> None:
         super().write_to(folder)
+        if not (self.template_is_fixed or self.template.text or self.patches):
+            return  # such as a converted GGUF file, which works with any template
         settings = {"template": self.template.text, "max_answer_tokens": self.max_answer_tokens}
         (folder / SETTINGS).write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
