@@ -329,6 +329,7 @@ def test_a_model_that_needs_remote_code(tmp_path: Path, run: Callable[..., Ran])
     assert ran.code == 1
     assert ran.err.count("\n") == 1
     assert "cannot load a model" in ran.err
+    assert "needs code of its own, which is never run" in ran.err
 
 
 def test_out_of_memory(tmp_path: Path, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,10 @@ def _read_model(
     except (FactpatchError, MemoryError):
         raise
     except Exception as error:  # transformers and tokenizers raise nearly every type for damaged files
-        raise ModelError(f"cannot load a model from {place}: {reason(error)}") from error
+        why = reason(error)
+        if "trust_remote_code" in str(error):
+            why = "it needs code of its own, which is never run; use a model whose architecture transformers includes"
+        raise ModelError(f"cannot load a model from {place}: {why}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
