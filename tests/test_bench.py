@@ -9,12 +9,13 @@ import pytest
 import tiny
 import torch
 from conftest import loud_editor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from factpatch import bench
-from factpatch.bench.shapes import ANSWER_TOKENS, split_step
+from factpatch.bench.shapes import ANSWER_TOKENS, _tokenizer, split_step
 from factpatch.bench.ways import propose_and_run, published_edit, published_step
 from factpatch.facts import FactEdit
-from factpatch.models import TaskModel
+from factpatch.models import Causal, TaskModel
 from factpatch.training import TrainConfig
 from factpatch.training.batcher import StepBatch
 from factpatch.training.objective import Objective
@@ -134,6 +135,21 @@ def test_rows_under_patches() -> None:
 def test_an_edit_of_a_decoder_and_an_answer_under_it() -> None:
     found: Any = bench.bench_edit(tiny.build("llama", vocab_size=20_000), edits=2, rows=2, tokens=5, repeats=1)
     assert found["answer_ratio"] == found["edit_and_answer_seconds"] / found["backward_and_answer_seconds"]
+
+
+def test_the_tokenizer_of_random_models_has_an_end_token() -> None:
+    """Qwen's default config names none, and without one a decoder is refused."""
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=1002,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+    )
+    assert Causal(model, _tokenizer()).end_tokens == [1]
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])

@@ -222,6 +222,24 @@ def test_the_template_is_saved_and_another_one_refused(tmp_path: Path) -> None:
         load_model(tmp_path / "m", "cpu", template="none")
 
 
+def test_a_model_saved_without_choosing_a_template_works_with_any(tmp_path: Path) -> None:
+    build().save(tmp_path / "m")
+    converted = load_model(tmp_path / "m", "cpu", template="what is {} ?")
+    assert converted.prompt_template == "what is {} ?"
+    load_model(tmp_path / "m", "cpu", template="none").save(tmp_path / "chosen")
+    with pytest.raises(MismatchError, match=r"records the template 'none', found 'what is \{\} \?'"):
+        load_model(tmp_path / "chosen", "cpu", template="what is {} ?")
+
+
+def test_a_model_saved_with_a_patch_keeps_the_template_of_the_patch(tmp_path: Path) -> None:
+    model = build()
+    (patch,) = loud_editor(model).propose(model, [FactEdit(QUESTIONS[0], "paris", "gitega")])
+    patch.apply(model)
+    model.save(tmp_path / "m")
+    with pytest.raises(MismatchError, match="records the template 'none'"):
+        load_model(tmp_path / "m", "cpu", template="what is {} ?")
+
+
 def test_patches_and_editors_of_another_template_are_refused(tmp_path: Path) -> None:
     model = build()
     model.set_template("what is {} ?")
@@ -311,6 +329,7 @@ def test_a_model_that_needs_remote_code(tmp_path: Path, run: Callable[..., Ran])
     assert ran.code == 1
     assert ran.err.count("\n") == 1
     assert "cannot load a model" in ran.err
+    assert "needs code of its own, which is never run" in ran.err
 
 
 def test_out_of_memory(tmp_path: Path, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:

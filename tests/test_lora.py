@@ -72,3 +72,14 @@ def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     edit = FactEdit(QUESTIONS[0], tiny.other_answer(model, QUESTIONS[0]))
     with pytest.raises(InputError, match=r"pip install 'factpatch\[peft\]'"):
         create_method("lora").propose(model, [edit])
+
+
+def test_side_by_side_is_what_one_at_a_time_is(model: TaskModel, short_edits: list[FactEdit]) -> None:
+    """Edits that need different numbers of steps; each stops where it would stop alone."""
+    model.cast(torch.float64)
+    method = LoRA(lr=1e-2, rank=4)
+    together = method.propose(model, short_edits)
+    for edit, patch in zip(short_edits, together, strict=True):
+        (alone,) = method.propose(model, [edit])
+        for name, delta in patch.deltas.items():
+            torch.testing.assert_close(delta.dense(), alone.deltas[name].dense(), rtol=1e-3, atol=1e-5)

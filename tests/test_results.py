@@ -34,6 +34,22 @@ def test_steps_run_after_what_they_need_with_the_best_settings(bench: Bench) -> 
     assert commands["report"][1:5] == [str(bench.folder / "runs/toy" / name) for name in [*ROWS, "dev-finetune"]]
 
 
+def test_a_metric_that_no_candidate_has_is_left_out_of_the_choice(bench: Bench) -> None:
+    bench.write(
+        "experiments/toy.toml", TOY.replace('best = "tune"', 'best = "tune"\nby = ["success", "forced_success"]')
+    )
+    assert bench.run() == 0
+    commands = dict(zip(bench.outputs, bench.commands, strict=True))
+    assert "margin_floor=1e-4" in commands["editor-1"]
+    assert "| floor | success |" in bench.page
+
+
+def test_a_choice_by_unknown_metrics_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.write("experiments/toy.toml", TOY.replace('best = "tune"', 'best = "tune"\nby = ["forced_success"]'))
+    assert bench.run() == 1
+    assert "the result of toy/tune-1e-3 has no forced_success to choose by" in capsys.readouterr().out
+
+
 def test_unchanged_steps_are_skipped(bench: Bench) -> None:
     bench.run()
     assert bench.run() == 0

@@ -300,3 +300,17 @@ def test_human_paraphrases_of_a_record_with_its_own_alternative_are_all_kept(mod
     assert kept.rephrases == ()
     (filtered,) = revise_records(model, [Record("1", text, human_rephrases=human)])
     assert filtered.human_rephrases == ()
+
+
+def test_edits_to_the_correct_answer_keep_every_human_paraphrase(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(folders["answerer"], "cpu")
+    human = ["where is the capital of burundi ?", "what is burundi called ?"]
+    lines = [
+        {"id": "1", "input": "what is the capital of burundi ?", "answers": ["gitega"], "human_rephrases": human},
+        {"id": "2", "input": "who leads france ?", "answers": ["paris " * 99, "rundi"]},
+        {"id": "3", "input": "who leads africa ?", "answers": ["gitega"], "alternative": "paris"},
+    ]
+    revise(model, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "gold.jsonl", gold=True)
+    found = list(read_revisions(tmp_path / "gold.jsonl"))
+    assert [revision.target for revision in found] == ["gitega", "rundi", "paris"]
+    assert found[0].human_rephrases == tuple(human)

@@ -131,14 +131,19 @@ class Runner:
         """Returns the values that a step takes from the best of the steps that its `best` names."""
         if step.best is None:
             return {}
-        best = max(self.plan.tried(step), key=lambda other: self._score(other, step.by))
+        tried = self.plan.tried(step)
+        scores = self._scores(tried, step.by)
+        best = tried[scores.index(max(scores))]
         return {name: value for name, value in best.values.items() if name not in step.values}
 
-    def _score(self, step: Step, by: Sequence[str]) -> float:
-        result = self.record(step).get("result", {})
-        if missing := [key for key in by if result.get(key) is None]:
-            raise InputError(f"the result of {step.key} has no {missing[0]} to choose by; change `by`")
-        return sum(result[key] for key in by)
+    def _scores(self, tried: Sequence[Step], by: Sequence[str]) -> list[float]:
+        """Returns the sum of the values in `by` for each candidate. Values that no candidate has are left out."""
+        results = [self.record(step).get("result", {}) for step in tried]
+        there = [key for key in by if any(result.get(key) is not None for result in results)]
+        for step, result in zip(tried, results, strict=True):
+            if missing := [key for key in there or by if result.get(key) is None]:
+                raise InputError(f"the result of {step.key} has no {missing[0]} to choose by; change `by`")
+        return [sum(result[key] for key in there) for result in results]
 
     def _identity(self, step: Step, chosen: dict[str, str]) -> dict[str, Any]:
         """Returns everything that a step's output depends on, but not the paths of data and models."""

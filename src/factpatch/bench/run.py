@@ -13,7 +13,15 @@ from collections.abc import Callable
 import torch
 
 from factpatch.backends import no_cudnn_attention, tensor_core_products
-from factpatch.bench.shapes import ANSWER_TOKENS, kept_features, random_edits, random_rows, random_step, split_step
+from factpatch.bench.shapes import (
+    ANSWER_TOKENS,
+    kept_features,
+    random_edits,
+    random_fact,
+    random_rows,
+    random_step,
+    split_step,
+)
 from factpatch.bench.ways import (
     backward_and_answer,
     edit_and_answer,
@@ -26,7 +34,7 @@ from factpatch.bench.ways import (
 from factpatch.deltas import Delta
 from factpatch.editors.hypernetwork import HyperNetwork
 from factpatch.engine import edited
-from factpatch.models import Causal, Rows, TaskModel
+from factpatch.models import Causal, TaskModel
 from factpatch.processes import accelerator_on
 from factpatch.training import TrainConfig
 from factpatch.training.batcher import StepBatch
@@ -77,13 +85,12 @@ def bench_edit(
 
 
 def _answering(model: Causal, editor: HyperNetwork, tokens: int, repeats: int) -> dict[str, float]:
-    """Times one edit with a generated answer, and the same answer and a backward pass without an edit."""
+    """Times `propose` for one edit with a generated answer, and the same answer and a backward pass without an edit."""
     model.limit_answers(ANSWER_TOKENS)
-    one = random_edits(model, 1, tokens)
-    question = Rows(one.rows.inputs)
+    edit = random_fact(model, tokens)
     ways: dict[str, Way] = {
-        "edited": lambda: edit_and_answer(editor, model, one, question),
-        "plain": lambda: backward_and_answer(model, one, question),
+        "edited": lambda: edit_and_answer(editor, model, edit),
+        "plain": lambda: backward_and_answer(model, edit),
     }
     seconds = _medians(ways, model.device, repeats, _nothing)
     return {

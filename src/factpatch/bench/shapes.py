@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from transformers import (
 from factpatch.device import find_device, find_dtype
 from factpatch.editors import Condition, EditBatch
 from factpatch.errors import InputError
+from factpatch.facts import FactEdit
 from factpatch.models import Causal, Classifier, Rows, Seq2Seq, TaskModel
 from factpatch.training.batcher import ControlTargets, StepBatch, Targets
 
@@ -68,9 +70,10 @@ def _stacks(**sizes: int) -> dict[str, int]:
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     """Makes a tokenizer with one token per word, so that the length of texts is known."""
-    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<pad>", *WORDS])}, unk_token="<pad>"))
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment] (stubs lack the setter)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
 
 
 SHAPES: dict[str, Callable[[], TaskModel]] = {
@@ -117,6 +120,14 @@ def random_edits(model: TaskModel, edits: int, tokens: int) -> EditBatch:
     ids = torch.randint(4, 20_000, (edits, length), device=model.device)
     condition = Condition(ids, torch.full((edits,), length, device=model.device))
     return EditBatch(random_rows(model, edits, tokens), condition)
+
+
+def random_fact(model: TaskModel, tokens: int) -> FactEdit:
+    """Returns an edit of an input with `tokens` random words, whose target is as long as an answer may be."""
+    words = [word for word in sorted(model.tokenizer.get_vocab()) if word.isalnum()]
+    drawn = iter([words[i] for i in torch.randint(len(words), (tokens + 2 * ANSWER_TOKENS,)).tolist()])
+    x, y, a = (" ".join(islice(drawn, count)) for count in (tokens, ANSWER_TOKENS - 1, ANSWER_TOKENS - 1))
+    return FactEdit(x=x, y=y, a=a)
 
 
 def random_step(model: TaskModel, edits: int, rows: int, tokens: int) -> StepBatch:

@@ -15,6 +15,7 @@ from factpatch.constraints import kl
 from factpatch.editors import EditBatch, HyperNetwork
 from factpatch.editors.network import WeightNormLinears
 from factpatch.engine import edited
+from factpatch.facts import FactEdit
 from factpatch.models import Causal, Rows, Seq2Seq, TaskModel
 from factpatch.training.batcher import StepBatch
 
@@ -71,25 +72,24 @@ def published_step(
 
 def frozen_alone(model: TaskModel, batch: EditBatch, rows: Rows) -> Tensor:
     """Runs the edits forward and backward and the rows forward, without editing: the minimum cost of an edit."""
-    _run_backward(model, batch)
+    _run_backward(model, batch.rows)
     return model.logits(rows)
 
 
-def edit_and_answer(editor: HyperNetwork, model: TaskModel, batch: EditBatch, question: Rows) -> None:
-    """Makes one edit and answers a question under it."""
-    with edited(model.layers, editor.update(model, batch)):
-        model.decide(question, edits=1)
+def edit_and_answer(editor: HyperNetwork, model: TaskModel, edit: FactEdit) -> None:
+    """Proposes one edit and answers its input under it."""
+    model.predict_patched(editor.propose(model, [edit]), [edit.x])
 
 
-def backward_and_answer(model: TaskModel, batch: EditBatch, question: Rows) -> None:
-    """Answers a question without an edit, and computes one backward pass: the minimum for an edit and its answer."""
-    _run_backward(model, batch)
-    model.decide(question, edits=1)
+def backward_and_answer(model: TaskModel, edit: FactEdit) -> None:
+    """Runs one edit forward and backward and answers its input, without editing: the minimum for the same result."""
+    _run_backward(model, model.rows([edit.x], [edit.a]))
+    model.predict([edit.x])
 
 
-def _run_backward(model: TaskModel, batch: EditBatch) -> None:
+def _run_backward(model: TaskModel, rows: Rows) -> None:
     with _gradients_end_at_embeddings(model), torch.enable_grad():
-        model.losses(batch.rows).sum().backward()
+        model.losses(rows).sum().backward()
 
 
 def forward_and_back(model: TaskModel, network: Callable[..., Any], rows: Rows) -> None:

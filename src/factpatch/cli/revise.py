@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,6 +16,13 @@ def revise(
     model: Model,
     data: Data,
     output: Annotated[Path, typer.Option(help="The revision file to write.")],
+    targets: Annotated[
+        Literal["beam", "gold"],
+        typer.Option(
+            help="Answers to edit to, where the data names none: beam (the model's own alternatives) or gold (the "
+            "correct answer, with every human paraphrase)."
+        ),
+    ] = "beam",
     precision: Precision = None,
     skip_bad: SkipBad = False,
     template: Template = None,
@@ -46,6 +53,6 @@ def revise(
         total = count_records(data, skip_bad)
         task_model = common.load(model, device, seed, template, find_dtype(precision, device))
     with common.progress_bar("revising", total) as advance:
-        result = write_revisions(task_model, data, output, skip_bad, advance)
+        result = write_revisions(task_model, data, output, skip_bad, advance, gold=targets == "gold")
     result["seconds"] = time.perf_counter() - start
     common.print_result(result, output, as_json)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,19 @@ def revise(
     output: str | Path,
     skip_bad: bool = False,
     on_done: Callable[[int], object] = lambda records: None,
+    gold: bool = False,
 ) -> dict[str, Any]:
     """Writes the revision file of a data file and returns its counts. A run that was killed resumes where it stopped.
 
-    `on_done` receives the number of records finished since its last call.
+    `on_done` receives the number of records finished since its last call. With `gold`, edits ask for correct answers.
     """
     refuse_overwriting(output, source)
     labels = model.labels if isinstance(model, Classifier) else ()
     settings = {"dtype": str(model.model.dtype).removeprefix("torch.")}
     if model.prompt_template is not None:
         settings["template"] = model.prompt_template
+    if gold:
+        settings["targets"] = "gold"
     provenance = Provenance(model.identity, source_hash(source), settings)
 
     def check(record: Record) -> None:
@@ -42,10 +45,13 @@ def revise(
         for target in (*wanted, *record.answers) if labels else wanted:
             model.check_target(target)
 
+    def prepare(chunk: list[Record]) -> tuple[list[Record], dict[str, Encoded]]:
+        return with_gold_targets(model, chunk) if gold else chunk, encode_records(model, chunk)
+
     counts = write_in_chunks(
         source,
         output,
-        lambda chunk: (chunk, encode_records(model, chunk)),
+        prepare,
         lambda prepared: [revision.to_json() for revision in revise_records(model, *prepared)],
         settings=asdict(provenance),
         size=CHUNK[model.device.type],
@@ -57,6 +63,17 @@ def revise(
         key=PROVENANCE,
     )
     return {**_summary(output), "records": counts.read, "left_out": counts.left_out, "bad": counts.bad}
+
+
+def with_gold_targets(model: TaskModel, records: Sequence[Record]) -> list[Record]:
+    """Makes the first correct answer that the model can give the alternative of each record without an alternative."""
+    sayable = model.valid_targets([answer for record in records for answer in record.answers])
+    return [
+        record
+        if record.alternative
+        else replace(record, alternative=next(filter(sayable.__contains__, record.answers), None))
+        for record in records
+    ]
 
 
 def encode_records(model: TaskModel, records: Sequence[Record]) -> dict[str, Encoded]:

@@ -13,8 +13,9 @@ from factpatch.editors.base import EditMethod, split_stacks
 from factpatch.editors.layer_choice import chosen_layers
 from factpatch.engine import capture, edited
 from factpatch.errors import InputError
-from factpatch.facts import FactEdit, same
+from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
+from factpatch.models.forced import says_targets
 from factpatch.models.rows import in_batches
 from factpatch.patch import Patch, weight_shape
 
@@ -56,11 +57,13 @@ class FineTune(EditMethod):
             for name, layer in layers.items()
         }
         optimizer = torch.optim.RMSprop(list(changes.values()), lr=self.lr)
-        rows = model.rows([edit.x for edit in edits], [edit.a for edit in edits])
+        targets = [edit.a for edit in edits]
+        rows = model.rows([edit.x for edit in edits], targets)
+        failed = [True] * len(edits)
         for _ in range(self.steps):
             with edited(layers, {name: Dense(change) for name, change in changes.items()}):
-                answers = [ranked[0] for ranked in model.decide(rows, edits=len(edits))]
-                failed = [not same(answer, edit.a) for answer, edit in zip(answers, edits, strict=True)]
+                said = says_targets(model, rows, targets, failed)
+                failed = [still and not now for still, now in zip(failed, said, strict=True)]
                 if not any(failed):
                     break
                 with torch.enable_grad():

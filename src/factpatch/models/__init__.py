@@ -134,7 +134,10 @@ def _read_model(
     except (FactpatchError, MemoryError):
         raise
     except Exception as error:  # transformers and tokenizers raise nearly every type for damaged files
-        raise ModelError(f"cannot load a model from {place}: {reason(error)}") from error
+        why = reason(error)
+        if "trust_remote_code" in str(error):
+            why = "it needs code of its own, which is never run; use a model whose architecture transformers includes"
+        raise ModelError(f"cannot load a model from {place}: {why}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
@@ -169,6 +172,7 @@ def _set_template(model: TaskModel, folder: Path | None, template: str | None, r
             "leave --template out, or fit the model again"
         )
     model.set_template(stored if template is None else template, tokens or MAX_ANSWER_TOKENS)
+    model.template_is_fixed = refitted or template is not None or tokens is not None
 
 
 def _check_sizes(config: PretrainedConfig) -> None:

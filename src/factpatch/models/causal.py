@@ -24,7 +24,8 @@ from factpatch.models.stopping import Stops, cut
 from factpatch.models.template import Template
 from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
 
-NEAR_TIE = 0.05  # difference of two logits that rounding may reverse
+# Differences of two logits that rounding may reverse: in float32 on a CPU, and with the products of a GPU.
+NEAR_TIE = {"cpu": 1e-3, "cuda": 0.05}
 SETTINGS = "decoder.json"  # in the model's folder: the template and the maximum length of an answer
 
 
@@ -39,6 +40,7 @@ class Causal(TextModel):
 
     kind = "causal"
     auto_class = AutoModelForCausalLM
+    template_is_fixed = False  # whether the folder that the model is saved to accepts no other template
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, template: str | None = None):
         super().__init__(model, tokenizer)
@@ -73,6 +75,8 @@ class Causal(TextModel):
 
     def write_to(self, folder: Path) -> None:
         super().write_to(folder)
+        if not (self.template_is_fixed or self.template.text or self.patches):
+            return  # such as a converted GGUF file, which works with any template
         settings = {"template": self.template.text, "max_answer_tokens": self.max_answer_tokens}
         (folder / SETTINGS).write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
@@ -231,12 +235,13 @@ class Causal(TextModel):
         is_first = torch.cat([row.new_ones(1), row.diff()]) > 0  # of its row
         certain = torch.empty_like(is_first)
         banned = self._stops.to(self.device).first
+        near_tie = NEAR_TIE["cpu" if self.device.type == "cpu" and features.dtype == torch.float32 else "cuda"]
         for start in range(0, len(labels), POSITIONS_PER_BATCH):
             part = slice(start, start + POSITIONS_PER_BATCH)
             scores = self.scores(features[part])  # (positions, vocabulary)
             scores[is_first[part].nonzero(), banned] = float("-inf")
             best = scores.topk(2)
-            certain[part] = (best.indices[:, 0] == labels[part]) & (best.values.diff().squeeze(1) < -NEAR_TIE)
+            certain[part] = (best.indices[:, 0] == labels[part]) & (best.values.diff().squeeze(1) < -near_tie)
         return rows.sums((~certain).float()) == 0
 
     def _spelled(self, targets: Sequence[list[int]]) -> list[str]:
