@@ -29,12 +29,14 @@ def token_accuracy(model: TaskModel, rows: Rows) -> Tensor:
 def says_targets(model: TaskModel, rows: Rows, targets: Sequence[str], pending: Sequence[bool]) -> list[bool]:
     """Returns whether the model answers each pending row with its target; each row belongs to an edit of its own.
 
-    Generating takes far longer than one forward pass, so a decoder generates only if all target tokens of some pending
-    row are the most likely ones.
+    Generating takes far longer than one forward pass, so a decoder generates only once all tokens of a pending target
+    are the most likely ones. A row is then tested only if this holds for its own target, as if it were alone.
     """
-    open_rows = torch.tensor(pending, device=model.device)
-    if model.kind == "causal" and not (token_accuracy(model, rows).eq(1) & open_rows).any():
-        return [False] * len(rows)
+    tested = list(pending)
+    if model.kind == "causal":
+        likely = token_accuracy(model, rows).eq(1).tolist()
+        tested = [waits and is_likely for waits, is_likely in zip(pending, likely, strict=True)]
+    if not any(tested):
+        return tested
     answers = [ranked[0] for ranked in model.decide(rows, edits=len(rows))]
-    said = [same(answer, target) for answer, target in zip(answers, targets, strict=True)]
-    return [there and open_ for there, open_ in zip(said, pending, strict=True)]
+    return [test and same(answer, target) for test, answer, target in zip(tested, answers, targets, strict=True)]
