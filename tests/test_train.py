@@ -372,7 +372,7 @@ def test_train_and_evaluate_from_the_command_line(
     ran = run("train", *common, "--train", claims, "--output", tmp_path / "run", "--config", toml, "--steps", 4)
     trained = ran.json
     assert trained["trained"] is False
-    assert "This editor is not trained yet: 4 steps" in ran.err
+    assert "This editor is not trained yet: it made only 4 steps" in ran.err
     assert trained.keys() >= {"success", "retain", "equivalence", "edits_per_second", "margin", "steps", "seconds"}
     saved = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     assert (saved["edits"], saved["holdout"], saved["control_pool"]) == (6, 200, 2000), "ours, then those for a CPU"

@@ -151,7 +151,7 @@ def show_counts(result: dict[str, Any], title: object) -> None:
     table = Table(title=escape(str(title)), show_header=False)
     for key, value in result.items():
         if isinstance(value, int | float):
-            table.add_row(key.replace("_", " "), format_number(key, value))
+            table.add_row(key.replace("held_out", "held-out").replace("_", " "), format_number(key, value))
     stdout.print(table)
     for key, explanation in EXPLANATIONS.items():
         if result.get(key):

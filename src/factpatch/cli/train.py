@@ -63,6 +63,7 @@ def train(
     from factpatch.models import load_model
     from factpatch.processes import join_processes
     from factpatch.training import PRESETS, Train, resolve_config
+    from factpatch.training.train import ENOUGH_STEPS
 
     if steps and minutes:
         raise typer.BadParameter("give --steps or --minutes, not both", param_hint="--minutes")
@@ -87,9 +88,11 @@ def train(
         common.show_counts({key: value for key, value in result.items() if key != "trained"}, output)
     if not result["trained"]:
         best = max(record["success"] for record in run.metrics)
+        why = f"it made only {result['steps']:,} steps"
+        if result["steps"] >= ENOUGH_STEPS:
+            why = f"at best, {best:.0%} of the validation edits succeeded"
         common.warn(
-            f"This editor is not trained yet: {result['steps']:,} steps, and at best {best:.0%} of the validation "
-            "edits succeeded. Train it for longer, with more --minutes or --steps, or on a GPU."
+            f"This editor is not trained yet: {why}. Train it for longer, with more --minutes or --steps, or on a GPU."
         )
 
 

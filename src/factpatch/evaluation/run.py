@@ -204,11 +204,12 @@ def _conditions(
         "identity": model.identity,
         **method.describe(model),
         **settings,
-        "revisions": hash_revisions(edits, others, *([together.others] if together else [])),
+        "revisions": hash_revisions(edits, others),
         "precision": str(model.model.dtype).removeprefix("torch."),
         "products": torch.get_float32_matmul_precision(),
         "together": list(together.sizes) if together else [],
         "merge": together.merge if together else None,
+        **({"merged_with": hash_revisions(together.others)} if together else {}),
     }
     return Conditions.collect(json.loads(json.dumps(known)))
 

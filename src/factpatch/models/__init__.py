@@ -107,8 +107,10 @@ def _read_model(
     if gguf:
         check_gguf(gguf)
         source, options["gguf_file"], model_options = str(gguf.parent), gguf.name, dequantized()
-    verbosity = transformers_logging.get_verbosity()
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
+    if source == str(world.MODEL):  # loads in an instant
+        transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(source, **options)
         if gguf and not config.architectures and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -140,6 +142,8 @@ def _read_model(
         raise ModelError(f"cannot load a model from {place}: {why}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
     return loaded, sorted({*info["missing_keys"], *mismatched})
 
