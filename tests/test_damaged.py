@@ -334,6 +334,33 @@ def test_a_token_without_an_embedding(tmp_path: Path) -> None:
         load_model(tmp_path / "model", "cpu")
 
 
+def changed_settings(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("architecture", ["bert", "bart", "gpt2-lm"])
+def test_an_added_token_without_an_embedding(architecture: str, tmp_path: Path) -> None:
+    """The model reads other texts; a text with the token is refused, and skipped where bad texts are."""
+    tiny.build(architecture).save(tmp_path)
+    changed_settings(tmp_path / "tokenizer_config.json", bos_token="<new>")
+    model = load_model(tmp_path, "cpu")
+    assert model.predict(["paris"]) == tiny.build(architecture).predict(["paris"])
+    for use in (lambda text: model.predict([text]), lambda text: model.predict([text], cut=True), model.check_input):
+        with pytest.raises(InputError, match="no embedding for the token '<new>'"):
+            use("paris <new>")
+    assert list(model.encode_readable(["paris", "paris <new>"])) == ["paris"]
+    with pytest.raises(InputError):
+        model.check_target("paris <new>")
+    assert not model.valid_targets(["paris <new>"])
+
+
+@pytest.mark.parametrize("token", [10_000, -1, 10**23])
+def test_an_end_token_outside_the_vocabulary(token: int, tmp_path: Path) -> None:
+    tiny.build("gpt2-lm").save(tmp_path)
+    changed_settings(tmp_path / "generation_config.json", eos_token_id=token)
+    assert load_model(tmp_path, "cpu").predict(["paris"]) == tiny.build("gpt2-lm").predict(["paris"])
+
+
 @pytest.mark.parametrize("tokens", [-1, 0, True, 1.5, "x", None])
 def test_a_decoder_with_another_length_of_answers(tmp_path: Path, tokens: Any) -> None:
     tiny.build("gpt2-lm").save(tmp_path / "model")

@@ -41,3 +41,10 @@ def test_the_world_is_made_by_one_process_at_a_time(tmp_path: Path, monkeypatch:
     os.close(other)
     with pytest.raises(SystemExit, match="No such file or directory"):
         make_world.main()
+
+    def fail(options: object) -> None:
+        raise Exception("No space left on device (os error 28)")  # as the tokenizers library does
+
+    monkeypatch.setattr(make_world, "make", fail)
+    with pytest.raises(SystemExit, match="No space left"):
+        make_world.main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -189,7 +190,24 @@ class TaskModel(StoredModel):
             raise InputError(f"max_tokens={limit} leaves no room for a text beside {special} special tokens; raise it")
         truncation: dict[str, Any] = {"truncation": True, "max_length": limit} if limit else {}
         columns = self.tokenizer(list(texts), verbose=False, **truncation)
+        self.refuse_unknown_tokens(texts, columns["input_ids"])
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def refuse_unknown_tokens(self, texts: Sequence[str], encoded: Sequence[Sequence[int]]) -> None:
+        """Raises an InputError if one of the texts has a token that the model has no embedding for."""
+        for text, ids in zip(texts, encoded, strict=True) if self._unknown_tokens else ():
+            if unknown := self._unknown_tokens.intersection(ids):
+                name = self.tokenizer.convert_ids_to_tokens(min(unknown))
+                raise InputError(f"the model has no embedding for the token {name!r} in {text[:60]!r}; reword it")
+
+    def _has_known_tokens(self, text: str) -> bool:
+        return not self._unknown_tokens or self._unknown_tokens.isdisjoint(self.tokenizer(text)["input_ids"])
+
+    @cached_property
+    def _unknown_tokens(self) -> frozenset[int]:
+        """The added tokens of the tokenizer that the model has no embedding for."""
+        added: dict[str, int] = self.tokenizer.get_added_vocab()  # pyright: ignore[reportOptionalCall]
+        return frozenset(token for token in added.values() if token >= len(self.word_embeddings))
 
     def encode_checked(self, texts: Sequence[str]) -> list[Encoded]:
         """Tokenises each text. Raises an InputError if one is empty or too long for the model."""
@@ -231,6 +249,8 @@ class TaskModel(StoredModel):
 
     def check_input(self, text: str) -> None:
         """Raises an InputError if the text is empty or too long for the model."""
+        if self._unknown_tokens:
+            self.encode([text])  # refuses a text that has one of them
         self._check(text, self._tokens_unless_short(text))
 
     def _tokens_unless_short(self, text: str) -> int:
@@ -251,7 +271,7 @@ class TaskModel(StoredModel):
 
     def encode_readable(self, texts: Sequence[str]) -> dict[str, Encoded]:
         """Encodes the texts that are neither empty nor too long for the model, and drops all others."""
-        distinct = [text for text in dict.fromkeys(texts) if text.strip()]
+        distinct = [text for text in dict.fromkeys(texts) if text.strip() and self._has_known_tokens(text)]
         encoded = zip(distinct, self.encode(distinct), strict=True)
         return {text: one for text, one in encoded if len(one["input_ids"]) <= self.max_input_tokens}
 

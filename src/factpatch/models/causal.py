@@ -44,7 +44,7 @@ class Causal(TextModel):
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, template: str | None = None):
         super().__init__(model, tokenizer)
-        self.end_tokens = _end_tokens(model, tokenizer)
+        self.end_tokens = _predictable(_end_tokens(model, tokenizer), len(self.word_embeddings))
         self._most_tokens = self.max_input_tokens  # of prompt and answer together
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.set_template(template)
@@ -99,6 +99,7 @@ class Causal(TextModel):
         found = self.tokenizer(prompts, verbose=False, add_special_tokens=special)["input_ids"]
         # Some tokenizers append an end token, after which there is nothing to continue.
         ids = [one[:-1] if special and one and one[-1] == self.tokenizer.eos_token_id else one for one in found]
+        self.refuse_unknown_tokens(texts, ids)
         return [{"input_ids": one, "attention_mask": [1] * len(one)} for one in ids]
 
     def _shortened(self, text: str, most: int) -> Encoded:
@@ -118,6 +119,7 @@ class Causal(TextModel):
         for target, ids in zip(targets, whole, strict=True):
             if ids[: len(start)] != start:
                 raise _begins_inside_token(target, ending)
+        self.refuse_unknown_tokens(targets, whole)
         return [[*ids[len(start) :], self.end_tokens[0]] for ids in whole]
 
     def _after(self, prompt: str, target: str) -> str:
@@ -279,6 +281,15 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> l
     if not end_tokens:
         raise ModelError("the tokenizer has no end token; give it one and save it")
     return end_tokens
+
+
+def _predictable(tokens: list[int], vocabulary: int) -> list[int]:
+    """Returns the end tokens that are in the model's vocabulary; it could never end an answer with another one."""
+    if kept := [token for token in tokens if 0 <= token < vocabulary]:
+        return kept
+    raise ModelError(
+        f"the end tokens {tokens} are not in the model's vocabulary of {vocabulary}; check its config.json"
+    )
 
 
 def _begins_inside_token(target: str, prompt: str) -> InputError:

@@ -47,7 +47,9 @@ class Seq2Seq(TextModel):
         self.model.generation_config = self.generation
 
     def encode_targets(self, targets: Sequence[str]) -> list[list[int]]:
-        return self.tokenizer(text_target=list(targets))["input_ids"] if targets else []
+        encoded = self.tokenizer(text_target=list(targets))["input_ids"] if targets else []
+        self.refuse_unknown_tokens(targets, encoded)
+        return encoded
 
     def collate(self, encoded: Sequence[Encoded], targets: Sequence[list[int]] | None = None) -> Rows:
         labels = None if targets is None else padded(list(targets), NO_TARGET, self.device)
