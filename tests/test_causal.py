@@ -250,7 +250,7 @@ def test_patches_and_editors_of_another_template_are_refused(tmp_path: Path) -> 
     assert patch.template == "what is {} ?"
     other = build()
     for refused in (patch.check_fits, editor.check_fits):
-        with pytest.raises(MismatchError, match=r"made with the template 'what is \{\} \?', this model is used with"):
+        with pytest.raises(MismatchError, match=r"with the template 'what is \{\} \?', this model is used with"):
             refused(other)
     assert build(seed=1).fingerprint != other.fingerprint
 

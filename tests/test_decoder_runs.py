@@ -107,7 +107,7 @@ def test_a_ledger_of_a_decoders_facts(tmp_path: Path) -> None:
         assert model.predict([edits[0].x]) == ["paris"]
     assert model.predict([edits[0].x]) != ["paris"]
     model = tiny.build("gpt2-lm")
-    with pytest.raises(MismatchError, match="the ledger was made with the template"):
+    with pytest.raises(MismatchError, match=r"the ledger .* was made with the template"):
         Ledger(tmp_path / "facts.db", model)
 
 

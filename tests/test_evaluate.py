@@ -153,7 +153,10 @@ def test_scores_and_kl(model: TaskModel, editor: HyperNetwork) -> None:
     for patch, examined in zip(patches, examiner.examine(stack_patches(patches, model.layers), edits), strict=True):
         kls = []
         for i, other in enumerate(known):
-            rows = model.rows([other.input], [other.prediction])
+            encoded = model.encode([other.input])
+            answers = model.answers_to_confirm(encoded)  # a decoder's answer, token by token as it was generated
+            targets = model.encode_targets([other.prediction]) if answers is None else [answers[0][1]]
+            rows = model.collate(encoded, targets)
             with torch.no_grad():
                 before = model.scores(model.features(rows))
                 with patch.applied(model):
