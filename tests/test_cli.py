@@ -224,6 +224,36 @@ def test_ask_with_and_without_patches(run, home: Path, tmp_path: Path) -> None:
     assert "made for weights" in wrong.err
 
 
+def test_a_method_without_a_trained_editor(run, home: Path, tmp_path: Path) -> None:
+    text, before, target = one_edit(home)
+    saved = tmp_path / "p.safetensors"
+
+    def edit(*arguments: object) -> Ran:
+        return run("edit", "--model", home / "model", "--input", text, "--target", target, *arguments)
+
+    result = edit("--method", "finetune", "--set", "lr=1e-3", "--save", saved, "--json").json
+    assert (result["before"], result["after"], result["success"]) == (before, target, True)
+    assert Patch.load(saved).method == "finetune"
+    failed = edit("--method", "finetune", "--set", "lr=1e-9", "--set", "steps=1")
+    assert failed.code == 1
+    assert "The edit failed. Try more steps (--set steps=300) or a higher lr." in failed.err
+    cases = {
+        ("--method", "finetun"): (1, "did you mean finetune?"),
+        ("--method", "finetune", "--set", "speed=3"): (1, "has no option speed"),
+        ("--method", "ultraedit"): (1, "must be fitted to other edits"),
+        ("--method", "prompt"): (1, "has no patches"),
+        ("--method", "hyper"): (1, "load it from its folder with --editor"),
+        (): (2, "give either --editor, or a --method"),
+        ("--method", "finetune", "--editor", home / "editor"): (2, "give either --editor, or a --method"),
+        ("--method", "finetune", "--others", saved): (2, "--others needs a trained editor"),
+        ("--editor", home / "editor", "--set", "lr=1"): (2, "--set gives options to a --method"),
+    }
+    for arguments, (code, reason) in cases.items():
+        refused = edit(*arguments)
+        assert refused.code == code, arguments
+        assert reason in " ".join(refused.err.replace("│", " ").split())
+
+
 def test_bad_input_is_one_line_and_exit_1(edit, run, home: Path, tmp_path: Path) -> None:
     text, before, target = one_edit(home)
     cut = tmp_path / "cut.safetensors"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,8 @@ import typer
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import MAX_UPDATES, Device, Editor, Json, Model, Seed, SkipBad, Template, at_least, escape
+from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad, Template, at_least, escape
+from factpatch.cli.evaluate_options import parse_options
 from factpatch.cli.others import MAX_OTHERS, read_others
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, read_numbered_edits, same
@@ -30,7 +31,14 @@ PREDICTED_PER_BATCH = 256  # facts; a bad one is reported before those after it 
 
 def edit(
     model: Model,
-    editor: Editor,
+    editor: Annotated[str | None, typer.Option(help='Folder of an editor trained for this model, or "world".')] = None,
+    method: Annotated[
+        str | None, typer.Option(help="A method that needs no trained editor instead, such as lora or finetune.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="An option of --method: KEY=VALUE, such as lr=1e-4. May be repeated."),
+    ] = None,
     input: Input = None,
     target: Target = None,
     facts: Facts = None,
@@ -63,6 +71,11 @@ def edit(
     Example: factpatch edit --model world --editor world --input "What is the capital of Burundi?" --target Gitega
     """
     check_asked(input, target, facts)
+    if (editor is None) == (method is None):
+        raise typer.BadParameter("give either --editor, or a --method that needs no trained editor")
+    if method and others:
+        raise typer.BadParameter("--others needs a trained editor; leave it out", param_hint="--others")
+    options = parse_options(setting, method, editor, select=False)
     asked, bad = read_numbered_edits(facts, skip_bad) if facts else ([("", FactEdit(x=str(input), a=str(target)))], 0)
     if save and facts:
         common.refuse_used_folder(save, "--save")
@@ -72,15 +85,13 @@ def edit(
 
     start = time.perf_counter()
     with common.working("loading"):
-        from factpatch.editors import Looped, load_editor
-
         task_model = common.load(model, device, seed, template)
-        loaded = load_editor(editor, task_model.device)
-        if others is not None:
-            from factpatch.covariance import Covariance
-
-            loaded.solve_against(Covariance.compute(task_model, read_others(others, model, MAX_OTHERS)))
-        method = Looped(loaded, max_updates)
+        if editor is None:
+            chosen = _untrained_method(str(method), options)
+        else:
+            chosen = _loop_of_editor(
+                task_model, editor, max_updates, read_others(others, model, MAX_OTHERS) if others else None
+            )
     edits = _usable(task_model, asked, skip_bad)
     bad += len(asked) - len(edits)
 
@@ -89,7 +100,7 @@ def edit(
             return None
         return save / f"{number:05}.safetensors" if facts else save
 
-    results = _edit_all(task_model, method, edits, patch_path)
+    results = _edit_all(task_model, chosen, edits, patch_path)
     failed = sum(not result["success"] for result in results)
     seconds = time.perf_counter() - start
     if not as_json:
@@ -102,7 +113,10 @@ def edit(
     if failed:
         which, was = (f"{failed} of {len(results)} edits", "were") if facts else ("The edit", "was")
         unsaved = f" and {was} not saved" if save and not keep_failed else ""
-        common.warn(f"{which} failed{unsaved}. {common.failed_edit_advice(max_updates)}")
+        advice = (
+            common.failed_edit_advice(max_updates) if editor else "Try more steps (--set steps=300) or a higher lr."
+        )
+        common.warn(f"{which} failed{unsaved}. {advice}")
     if failed == len(results) and not keep_failed:
         raise typer.Exit(1)
 
@@ -110,6 +124,29 @@ def edit(
 def check_asked(input: str | None, target: str | None, facts: Path | None) -> None:
     if (facts is None) == (input is None) or (input is None) != (target is None):
         raise typer.BadParameter("give either --input and --target, or --facts")
+
+
+def _loop_of_editor(model: TaskModel, editor: str, max_updates: int, others: Sequence[str] | None) -> EditMethod:
+    """Loads an editor that repeats its update until an edit succeeds, in least-squares form if `others` are given."""
+    from factpatch.editors import Looped, load_editor
+
+    loaded = load_editor(editor, model.device)
+    if others is not None:
+        from factpatch.covariance import Covariance
+
+        loaded.solve_against(Covariance.compute(model, others))
+    return Looped(loaded, max_updates)
+
+
+def _untrained_method(name: str, options: dict[str, Any]) -> EditMethod:
+    from factpatch.editors import create_method
+
+    method = create_method(name, **options)
+    if method.needs_sample:
+        raise InputError(
+            f"the method {name} must be fitted to other edits before it is used; in Python, call its `calibrated`"
+        )
+    return method
 
 
 def _usable(model: TaskModel, asked: list[tuple[str, FactEdit]], skip_bad: bool) -> list[FactEdit]:
