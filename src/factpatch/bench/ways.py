@@ -1,4 +1,4 @@
-"""What the benchmarks time: our editing, the published implementation, and the frozen model's own minimum work."""
+"""The code that benchmarks time: our editing, the published implementation, and the frozen model alone."""
 
 from __future__ import annotations
 
