@@ -12,7 +12,7 @@ from rich.table import Table
 
 from factpatch.cli import common
 from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad, Template, at_least, escape
-from factpatch.cli.evaluate_options import parse_options
+from factpatch.cli.evaluate_options import MethodOptions, parse_options
 from factpatch.cli.others import MAX_OTHERS, read_others
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, read_numbered_edits, same
@@ -35,10 +35,7 @@ def edit(
     method: Annotated[
         str | None, typer.Option(help="A method that needs no trained editor instead, such as lora or finetune.")
     ] = None,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="An option of --method: KEY=VALUE, such as lr=1e-4. May be repeated."),
-    ] = None,
+    setting: MethodOptions = None,
     input: Input = None,
     target: Target = None,
     facts: Facts = None,

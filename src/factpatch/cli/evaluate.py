@@ -12,7 +12,14 @@ from rich.table import Table
 
 from factpatch.cli import common
 from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad, Template, at_least, counted, escape
-from factpatch.cli.evaluate_options import check_joint_options, check_options, needs_sample, parse_options, parse_sizes
+from factpatch.cli.evaluate_options import (
+    MethodOptions,
+    check_joint_options,
+    check_options,
+    needs_sample,
+    parse_options,
+    parse_sizes,
+)
 from factpatch.errors import InputError
 from factpatch.files import check_writable, content_hash
 
@@ -43,10 +50,7 @@ def evaluate(
             "Default: the method's own choice."
         ),
     ] = None,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="An option of the method: KEY=VALUE, such as lr=1e-4. May be repeated."),
-    ] = None,
+    setting: MethodOptions = None,
     bound: Annotated[float | None, typer.Option(help="For zhu: maximum change of each weight.")] = None,
     select: Annotated[
         bool,

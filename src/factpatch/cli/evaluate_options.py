@@ -1,13 +1,17 @@
-"""Checks and parses the options of `factpatch evaluate` before anything is loaded."""
+"""Checks and parses the options of `factpatch evaluate` before anything is loaded; `factpatch edit` shares some."""
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from factpatch.errors import InputError
 
+MethodOptions = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="An option of --method: KEY=VALUE, such as lr=1e-4. May be repeated."),
+]
 SELECTABLE = ("finetune", "zhu")  # methods with settings that --select can choose
 
 

@@ -24,7 +24,7 @@ from factpatch.evaluation.forced import forced_accuracies
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.metrics import Outcome
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import POSITIONS_PER_BATCH
+from factpatch.models.rows import POSITIONS_PER_BATCH, in_batches
 
 
 def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
@@ -65,8 +65,7 @@ def examine_all(
     """Does the work of `measure`, and yields each revision with all answers of the edited model."""
     size = method.edits_per_batch(model)
     examiner = Examiner(model, others, size)
-    for start in range(0, len(revisions), size):
-        batch = revisions[start : start + size]
+    for batch in in_batches(revisions, size):
         changes = method.changes(model, [edit_of(revision) for revision in batch])
         yield from zip(batch, examiner.examine(changes, batch), strict=True)
         on_done(len(batch))

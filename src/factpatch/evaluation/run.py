@@ -35,6 +35,7 @@ from factpatch.evaluation.together import (
     measure_together,
 )
 from factpatch.models import Classifier, TaskModel
+from factpatch.models.rows import in_batches
 from factpatch.patch import stack_patches
 from factpatch.processes import broadcast_from_first, join_processes
 from factpatch.resumable import ResumableLines
@@ -152,7 +153,7 @@ def _measure_each(
 ) -> tuple[ResumableLines | None, Result | None]:
     """Measures each edit on its own and writes one line per edit; the caller finishes the file."""
     size = method.edits_per_batch(model)
-    batches = [edits[start : start + size] for start in range(0, len(edits), size)]
+    batches = list(in_batches(edits, size))
     examiner = cache(partial(_examine_with, method, model, others, folder))  # not needed if all batches are finished
 
     def make_lines(number: int) -> list[str]:

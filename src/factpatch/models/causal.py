@@ -240,8 +240,9 @@ class Causal(TextModel):
         near_tie = NEAR_TIE["cpu" if self.device.type == "cpu" and features.dtype == torch.float32 else "cuda"]
         for start in range(0, len(labels), POSITIONS_PER_BATCH):
             part = slice(start, start + POSITIONS_PER_BATCH)
-            scores = self.scores(features[part])  # (positions, vocabulary)
-            scores[is_first[part].nonzero(), banned] = float("-inf")
+            at_first = is_first[part].nonzero(), banned
+            # A copy: the scores of models without a linear head are the features themselves.
+            scores = self.scores(features[part]).index_put(at_first, features.new_tensor(float("-inf")).float())
             best = scores.topk(2)
             certain[part] = (best.indices[:, 0] == labels[part]) & (best.values.diff().squeeze(1) < -near_tie)
         return rows.sums((~certain).float()) == 0
