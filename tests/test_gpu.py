@@ -1,11 +1,12 @@
-"""LM heads that are padded for a GPU's tensor cores."""
+"""Parts of a model that are replaced on a GPU: LM heads padded for tensor cores, and RMS norms."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from factpatch.models.gpu import align, pad_rows
+import tiny
+from factpatch.models.gpu import align, frozen_rms_norm, is_rms_norm, pad_rows
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="is for CUDA GPUs only")
@@ -29,3 +30,22 @@ def test_an_aligned_head_is_stored_as_it_was() -> None:
     assert torch.equal(head(x), before)
     assert torch.equal(pad_rows(head.weight)[:21], head.weight)
     assert pad_rows(head.bias).shape == (24,)
+
+
+@pytest.mark.parametrize(("architecture", "norms"), [("llama", 5), ("qwen2", 5), ("t5", 12), ("gemma3", 0), ("bert", 0)])
+def test_rms_norms_are_recognised_by_what_they_compute(architecture: str, norms: int) -> None:
+    """Gemma multiplies by 1 + weight, so its norms are left as they are."""
+    network = tiny.build(architecture).model
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter)  # a weight of 1 could hide a difference
+    assert sum(map(is_rms_norm, network.modules())) == norms
+
+
+def test_a_frozen_rms_norm_says_the_same() -> None:
+    norm = next(filter(is_rms_norm, tiny.build("llama").model.modules()))
+    x = torch.randn(3, len(norm.weight))
+    names, before, kind = list(norm.state_dict()), norm(x), type(norm)
+    norm.__class__ = frozen_rms_norm(kind)
+    assert isinstance(norm, kind)
+    assert list(norm.state_dict()) == names
+    assert torch.equal(norm(x), before)

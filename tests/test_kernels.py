@@ -72,6 +72,17 @@ def test_norm(width: int) -> None:
     )
 
 
+@pytest.mark.parametrize("width", [576, 100])
+def test_rms_norm(width: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(width, device=DEVICE, dtype=DTYPE)
+    same_both_ways(
+        lambda x: Norm.apply(x, weight, None, 1e-5),
+        lambda x: F.rms_norm(x, (width,), weight.float(), 1e-5),
+        torch.randn(3, 5, width, device=DEVICE, dtype=DTYPE, requires_grad=True),
+    )
+
+
 @pytest.mark.parametrize("width", [9001, 4096, 1030])
 def test_divergence(width: int) -> None:
     """Also where distributions are all but the same, and of a head whose rows are wider than its vocabulary."""

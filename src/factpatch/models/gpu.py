@@ -2,11 +2,13 @@
 
 - Attention over short texts: torch's kernels are designed for long ones, and most of their tiles would be empty.
 - Layer norms: torch's kernel reaches only a fifth of the memory bandwidth at common widths.
+- RMS norms: transformers computes them in eight passes over the data, and their gradients in fourteen.
 - LM heads whose vocabulary size is not a multiple of eight, such as Marian's: tensor cores are slow for such sizes.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ def use_gpu_kernels(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module) is nn.LayerNorm and module.bias is not None and len(module.normalized_shape) == 1:
             module.__class__ = FrozenLayerNorm
+        elif is_rms_norm(module):
+            module.__class__ = frozen_rms_norm(type(module))
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("short")
 
@@ -38,12 +42,46 @@ class FrozenLayerNorm(nn.LayerNorm):
     """A LayerNorm that uses our kernel while its weights are frozen."""
 
     def forward(self, input: Tensor) -> Tensor:
-        frozen = not self.weight.requires_grad and not torch.compiler.is_compiling()
-        if not (frozen and input.shape[-1] <= WIDEST_NORM and kernels_support(input)):
+        if not _can_normalise(self, input):
             return super().forward(input)
         from factpatch.kernels.norm import Norm
 
         return Norm.apply(input, self.weight, self.bias, self.eps)
+
+
+def _can_normalise(module: nn.Module, x: Tensor) -> bool:
+    frozen = not module.weight.requires_grad and not torch.compiler.is_compiling()
+    return frozen and x.shape[-1] <= WIDEST_NORM and x.dtype == module.weight.dtype and kernels_support(x)
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Returns True if a module of transformers computes x / √(mean(x²) + ε) · weight.
+
+    Every family of models has a class of its own for this, so the module is tried out.
+    """
+    weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(epsilon, float):
+        return False
+    x = torch.linspace(-2, 3, len(weight), dtype=weight.dtype, device=weight.device)
+    with torch.no_grad():
+        found = module(x)
+        expected = x.float() * (x.float().square().mean() + epsilon).rsqrt() * weight.float()
+    return found.shape == x.shape and torch.allclose(found.float(), expected, rtol=1e-2, atol=1e-4)
+
+
+@cache
+def frozen_rms_norm(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns a subclass of an RMS norm that uses our kernel while its weights are frozen."""
+
+    class FrozenRMSNorm(kind):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            if not _can_normalise(self, hidden_states):
+                return super().forward(hidden_states)
+            from factpatch.kernels.norm import Norm
+
+            return Norm.apply(hidden_states, self.weight, None, self.variance_epsilon)
+
+    return FrozenRMSNorm
 
 
 @torch.compiler.disable
