@@ -48,10 +48,15 @@ def editor(model: TaskModel) -> HyperNetwork:
     return loud_editor(model)
 
 
+_edits: dict[str, list[FactEdit]] = {}
+
+
 @pytest.fixture
-def edits(model: TaskModel) -> list[FactEdit]:
-    """Three edits of unequal length."""
-    return model.resolve([FactEdit(x, tiny.other_answer(model, x)) for x in QUESTIONS])
+def edits(architecture: str, model: TaskModel) -> list[FactEdit]:
+    """Three edits of unequal length, found once: all models of an architecture are alike, and asking them is slow."""
+    if architecture not in _edits:
+        _edits[architecture] = model.resolve([FactEdit(x, tiny.other_answer(model, x)) for x in QUESTIONS])
+    return list(_edits[architecture])
 
 
 @pytest.fixture(scope="module")

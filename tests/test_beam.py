@@ -44,8 +44,7 @@ def warm(name: str, seed: int) -> Seq2Seq:
 
 @pytest.mark.parametrize("name", tiny.SEQ2SEQS)
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
-@pytest.mark.parametrize("edits", [None, 1, 2])
-def test_it_finds_what_generate_finds(name: str, changes: dict[str, Any], edits: int | None) -> None:
+def test_it_finds_what_generate_finds(name: str, changes: dict[str, Any]) -> None:
     for seed in range(3):
         model = warm(name, seed)
         generation = copy.deepcopy(model.generation)
@@ -53,12 +52,15 @@ def test_it_finds_what_generate_finds(name: str, changes: dict[str, Any], edits:
         assert supports(generation)
         rows = model.rows([*QUESTIONS, "what is a lake ?", "euro", "the largest river in europe and africa ?"])
         beams = generation.num_beams
-        found = beam_search(EncoderDecoderSteps(model.model, rows.inputs), generation, edits).sequences.flatten(0, 1)
+        found = [
+            beam_search(EncoderDecoderSteps(model.model, rows.inputs), generation, edits).sequences.flatten(0, 1)
+            for edits in (None, 1, 2)
+        ]
         generation.num_return_sequences = beams
         model.model.generation_config = generation  # `generate` takes what is None from here
         expected = model.model.generate(**rows.inputs, generation_config=generation)
-        decoded = [model.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (found, expected)]
-        assert decoded[0] == decoded[1]
+        wanted, *said = (model.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (expected, *found))
+        assert said == [wanted] * 3
 
 
 @torch.no_grad()

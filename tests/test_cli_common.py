@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from factpatch.cli import common
@@ -18,13 +15,12 @@ def test_a_seed_out_of_range_is_refused(run, seed: int) -> None:
     assert run("ask", "--model", "m", "who ?", "--seed", seed).code == 2
 
 
-def test_help_has_a_runnable_example() -> None:
+def test_help_has_a_runnable_example(run) -> None:
     data = "demo,split,fit,paraphrase,revise,train,evaluate,report,edit,ask"
     for command in f"{data},patch show,patch apply,bench edit,bench train,bench evaluate".split(","):
-        shown = subprocess.run(
-            [sys.executable, "-m", "factpatch", *command.split(), "--help"], capture_output=True, text=True, check=True
-        )
-        assert f"Example: factpatch {command}" in " ".join(shown.stdout.replace("│", " ").split())
+        shown = run(*command.split(), "--help")
+        assert shown.code == 0
+        assert f"Example: factpatch {command}" in " ".join(shown.out.replace("│", " ").split())
 
 
 def test_version(run) -> None:

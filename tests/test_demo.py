@@ -106,6 +106,10 @@ def test_the_table_fits_80_columns_and_names_every_failure(
     rates = {"success": 0.95, "retain": 1.0, "equivalence": 0.95, "deterioration": 0.0}
     result = {**rates, "edits": 60, "retain_inputs": 40, "changes": changes}
     monkeypatch.setattr(demo, "demonstrate", lambda *_: result)
+    outdated = demo.outdated
+    monkeypatch.setattr(demo, "outdated", lambda model: outdated(model)[:3])  # the facts that are tried together
+    monkeypatch.setattr(demo, "CONTROLS_TOGETHER", 30)
+    monkeypatch.setattr(demo, "OTHERS", 200)
     monkeypatch.setattr("factpatch.cli.common.stdout.width", 80)
     out = run("demo", "--device", "cpu").out
     lines = out.splitlines()

@@ -60,9 +60,9 @@ def test_lines_are_wrapped(page: Path) -> None:
 def test_commands_are_understood(page: Path) -> None:
     """Parses the names and options of commands in code blocks, without running them."""
     blocks = re.findall(r"^```(?:\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    program: Any = typer.main.get_command(app)
     for line in re.findall(r"^factpatch .+", "".join(blocks).replace("\\\n", " "), re.MULTILINE):
-        words = shlex.split(line, comments=True)[1:]
-        command: Any = typer.main.get_command(app)
+        words, command = shlex.split(line, comments=True)[1:], program
         while hasattr(command, "commands"):
             command = command.commands[words.pop(0)]
         command.make_context(command.name, words)

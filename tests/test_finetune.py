@@ -13,7 +13,7 @@ from factpatch.editors import FineTune, GradientStep, Zhu
 from factpatch.editors import finetune as module
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
-from factpatch.models import Seq2Seq, TaskModel
+from factpatch.models import Causal, Seq2Seq, TaskModel
 from factpatch.models.layers import block_names
 from factpatch.patch import Patch
 
@@ -21,7 +21,7 @@ from factpatch.patch import Patch
 @pytest.fixture
 def short_edits(model: TaskModel) -> list[FactEdit]:
     """Three edits of unequal length, to short targets."""
-    if isinstance(model, Seq2Seq):
+    if isinstance(model, Seq2Seq | Causal):
         model.limit_answers(5)
     questions = ["what is the capital of burundi ?", "who leads france ?", "where do people speak rundi in africa ?"]
     return model.resolve([FactEdit(x, tiny.other_answer(model, x)) for x in questions])
@@ -42,7 +42,7 @@ def test_side_by_side_is_what_one_at_a_time_is(
     """Edits that need different numbers of steps; each stops where it would stop alone."""
     # In double precision: RMSprop turns gradients that are float32's rounding noise into steps of full size.
     model.cast(torch.float64)
-    method = Zhu(lr=1e-3, bound=5e-3)
+    method = Zhu(lr=1e-3, bound=5e-3, steps=60)  # edits that succeed need up to 51
     together = method.propose(model, short_edits)
     monkeypatch.setattr(module, "MAX_EDITS_PER_BATCH", 1)
     alone = method.propose(model, short_edits)

@@ -6,13 +6,23 @@ import json
 import os
 import random
 import signal
-import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import Stopped, last_step, run_aside, run_in_two_processes, stop_at, stopped_by_sigterm, wait_for
+from processes import (
+    HANG,
+    Stopped,
+    forked,
+    last_step,
+    run_aside,
+    run_in_two_processes,
+    stop_at,
+    stopped_by_sigterm,
+    wait_for,
+)
 from safetensors.torch import load_file
 from samples import answerer, claims, fact_checker, read_lines, texts, write_lines
 from training_runs import QUICK_FIT
@@ -59,27 +69,23 @@ def test_a_damaged_checkpoint_is_named(base: Path, tmp_path: Path) -> None:
         Fit(FitConfig(**QUICK_FIT), str(base), tmp_path / "run", resume=True, device="cpu").run(train, None)
 
 
-LOCKED = """
-import sys
-from factpatch.training.checkpoint import RunFolder
-
-folder = RunFolder(sys.argv[1], False)
-folder.lock()
-print("locked", flush=True)
-sys.stdin.readline()
-"""
+def lock_for_good(folder: Path) -> None:
+    locked = RunFolder(folder, resume=False)
+    locked.lock()
+    (folder.parent / "locked").touch()
+    time.sleep(HANG)
 
 
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     """The second run is refused while the first one runs, also before the first has written anything."""
-    with run_aside(["-c", LOCKED, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "locked\n"
-            with pytest.raises(FileError, match="another run is writing"):
-                RunFolder(tmp_path / "run", resume=False).lock()
-        finally:
-            process.kill()
+    process = forked(lock_for_good, tmp_path / "run")
+    try:
+        wait_for(process, (tmp_path / "locked").exists)
+        with pytest.raises(FileError, match="another run is writing"):
+            RunFolder(tmp_path / "run", resume=False).lock()
+    finally:
+        process.kill()
+        process.join()
     first, second = RunFolder(tmp_path / "run", resume=False), RunFolder(tmp_path / "run", resume=False)
     first.lock()  # a killed process holds no lock
     second.lock()  # in the same process, the newer object counts

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from conftest import Ran, loud_editor
-from samples import revisions, write_revisions
+from samples import revisions, texts, write_revisions
 
 from factpatch.covariance import Covariance
 from factpatch.data.revisions import edit_of, editable, read_revisions
@@ -26,7 +26,7 @@ RIDGE = 0.3
 
 @pytest.fixture
 def covariance(model: TaskModel) -> Covariance:
-    return Covariance.compute(model, [revision.input for revision in revisions(model, 30, seed=5)])
+    return Covariance.compute(model, texts(30, seed=5))
 
 
 def test_it_is_the_merge_of_each_single_patch(

@@ -7,13 +7,12 @@ import random
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny
+from processes import HANG, forked
 from samples import texts
 from test_ledger import LABELS, OTHERS, Guess, assert_same_bits, rebuilt
 
@@ -23,11 +22,8 @@ from factpatch.facts import FactEdit
 from factpatch.ledger import Ledger
 from factpatch.models import TaskModel
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
 OPERATIONS, KILLS = (1000, 50) if os.environ.get("FACTPATCH_LONG_TESTS") else (150, 10)
 INPUTS = texts(30, seed=8)
-HANG = 1800  # seconds; a guard against hanging, not a limit
 
 
 @pytest.fixture(autouse=True)
@@ -62,12 +58,6 @@ def change_at_random(path: Path, model: TaskModel, seed: int, log: Path) -> None
                 file.write(line)
             if rng.random() < 0.5:
                 ledger.patch()
-
-
-def forked(work: Callable[..., None], *arguments: object) -> BaseProcess:
-    process = get_context("fork").Process(target=work, args=arguments, daemon=True)
-    process.start()
-    return process
 
 
 def active(path: Path) -> dict[str, str]:

@@ -164,7 +164,7 @@ def test_shares_are_averaged_within_an_edit_then_over_edits() -> None:
 
 def test_many_edits_at_once_are_what_one_at_a_time_is(model: TaskModel, editor: HyperNetwork) -> None:
     """With the weights materialised, prediction by prediction."""
-    if isinstance(model, Seq2Seq):
+    if isinstance(model, Seq2Seq | Causal):
         model.limit_answers(5)
     known = revisions(model, 14)
     edits = editable(model, [replace(r, rephrases=r.rephrases[: i % 3]) for i, r in enumerate(known)])[:7]

@@ -79,9 +79,15 @@ def objective_of(model: TaskModel, config: TrainConfig, sampler: Sampler, batche
     return Objective(model, config, unedited_outputs(model, batcher, sampler.pool))
 
 
+_known: dict[str, list[Revision]] = {}
+
+
 @pytest.fixture
-def known(model: TaskModel) -> list[Revision]:
-    return teachable(model, revisions(model, 20))  # random decoders give alternatives that are too long to teach
+def known(architecture: str, model: TaskModel) -> list[Revision]:
+    """Revisions that can be taught, found once: all models of an architecture are alike, and asking them is slow."""
+    if architecture not in _known:  # random decoders give alternatives that are too long to teach
+        _known[architecture] = teachable(model, revisions(model, 20))
+    return list(_known[architecture])
 
 
 def test_loss_and_gradients_equal_the_oracles(model: TaskModel, editor: HyperNetwork, known: list[Revision]) -> None:

@@ -195,9 +195,9 @@ from factpatch.patch import Patch
 deltas = {name: Dense(torch.ones(2, 2)) for name in "abcdefgh"}
 Patch(deltas, "base", "hyper", (FactEdit("x", "a", "y"),), {"a": 1.0}).save(sys.argv[1])
 """
-    for number in range(3):
+    for number in range(2):  # that two processes order eight keys alike by chance is all but impossible
         subprocess.run([sys.executable, "-c", script, str(tmp_path / f"{number}.safetensors")], check=True)
-    assert len({(tmp_path / f"{number}.safetensors").read_bytes() for number in range(3)}) == 1
+    assert len({(tmp_path / f"{number}.safetensors").read_bytes() for number in range(2)}) == 1
     assert Patch.load(tmp_path / "0.safetensors").edits == (FactEdit("x", "a", "y"),)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import HANG, forked, wait_for
 from samples import fact_checker, read_lines, texts, write_lines
 
 from factpatch.data import revise as revise_module
@@ -25,25 +24,20 @@ from factpatch.models import TaskModel, load_model
 
 OLD = '{"provenance": "of an older run"}\n'
 
-KILLED = """
-import sys, time
-from factpatch.data import revise as revise_module
-from factpatch.models import load_model
 
-revise_records = revise_module.revise_records
-chunks = 0
+def stuck_at_the_third_chunk(folder: Path, source: Path, output: Path) -> None:
+    """Revises in a process of its own until it is killed."""
+    chunks = 0
 
-def stuck_at_the_third_chunk(model, *prepared):
-    global chunks
-    chunks += 1
-    if chunks == 3:
-        time.sleep(3600)  # until it is killed
-    return revise_records(model, *prepared)
+    def revise_two_chunks(*arguments: Any) -> Any:
+        nonlocal chunks
+        chunks += 1
+        if chunks == 3:
+            time.sleep(HANG)
+        return revise_records(*arguments)
 
-revise_module.CHUNK["cpu"] = 4
-revise_module.revise_records = stuck_at_the_third_chunk
-revise_module.revise(load_model(sys.argv[1], "cpu"), sys.argv[2], sys.argv[3])
-"""
+    revise_module.revise_records = revise_two_chunks
+    revise(load_model(folder, "cpu"), source, output)
 
 
 @pytest.fixture(scope="module")
@@ -170,17 +164,15 @@ def test_a_killed_run_resumes_where_it_stopped(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "driver.py").write_text(KILLED)
     output = tmp_path / "out.jsonl"
     part = tmp_path / ".out.jsonl.part"
-    command = [sys.executable, str(tmp_path / "driver.py"), str(folder), str(source), str(output)]
-    with subprocess.Popen(command) as process:
-        try:
-            while process.poll() is None and lines_of(part) < 1 + 2 + 4:
-                time.sleep(0.02)
-        finally:
-            process.kill()
-    assert process.returncode == -signal.SIGKILL, "the run must not have ended by itself"
+    process = forked(stuck_at_the_third_chunk, folder, source, output)
+    try:
+        wait_for(process, lambda: lines_of(part) >= 1 + 2 + 4)
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL, "the run must not have ended by itself"
     assert not output.exists()
 
     rest = Revised()

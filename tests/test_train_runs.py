@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_version(checker: Path, claims: Path, tmp_path: 
 def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: Path) -> None:
     from factpatch.training.config import config_to_json
 
-    config = replace(QUICK, steps=240, others=("unsure", "near"), ema=0.9, ridge=1.0, checkpoint_seconds=0.0)
+    config = replace(QUICK, steps=120, others=("unsure", "near"), ema=0.9, ridge=1.0, checkpoint_seconds=0.0)
     start(replace(config, checkpoint_seconds=60.0), checker, tmp_path / "whole").run(claims)
     killed = tmp_path / "killed"
     driver = tmp_path / "driver.py"
@@ -204,9 +204,10 @@ def test_ten_kills_and_the_same_weights(checker: Path, claims: Path, tmp_path: P
     assert [path.name for path in killed.iterdir() if path.name.startswith(".")] == []
 
 
-# Each run is a process of its own, forked from one that has done the imports, and killed at an arbitrary moment.
+# Each run is a process of its own, forked from one that has done the imports, and killed at an arbitrary moment. A run
+# waits for its end four steps after the one at which it is to be killed, so that ten kills take at most 100 steps.
 KILLER = """
-import json, os, random, signal, sys, time
+import json, math, os, random, signal, sys, time
 from pathlib import Path
 from factpatch.models import load_model
 from factpatch.training import Train
@@ -218,18 +219,24 @@ checkpoints = Path(output) / "checkpoint"
 def last_step():
     return max((int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*")), default=0)
 
+class Waiting(Train):
+    def _update(self, share):
+        while self.step >= goal + 4:
+            time.sleep(1)
+        super()._update(share)
+
 def run():
     resume = any(checkpoints.glob("step-*"))
-    Train(resolve_config(None, None, [], json.loads(settings)), load_model(model, "cpu"), output, resume).run(train)
+    Waiting(resolve_config(None, None, [], json.loads(settings)), load_model(model, "cpu"), output, resume).run(train)
 
 kills = 0
 while True:
+    goal = last_step() + random.randint(1, 6) if kills < 10 else math.inf
     child = os.fork()
     if child == 0:
         run()
         os._exit(0)
     if kills < 10:
-        goal = last_step() + random.randint(1, 10)
         while last_step() < goal and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             time.sleep(0.002)
         os.kill(child, signal.SIGKILL)

@@ -23,15 +23,20 @@ from factpatch.facts import FactEdit, same
 from factpatch.models import TaskModel
 from factpatch.patch import Patch
 
+Tokens = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
-def tokens(model: TaskModel, edits: list[FactEdit], name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs and gradients of all tokens with a gradient, edit by edit, each run without padding."""
-    traces: list[Trace] = []
+
+def tokens(model: TaskModel, edits: list[FactEdit]) -> Tokens:
+    """The inputs and gradients of all tokens with a gradient in each layer, edit by edit, each run without padding."""
+    traces: list[dict[str, Trace]] = []
     for edit in edits:
         rows = model.rows([edit.x], [edit.a])
-        traces.append(capture(model.layers, lambda rows=rows: model.losses(rows))[name])
-    K, G = torch.cat([t.X[0] for t in traces]), torch.cat([t.D[0] for t in traces])
-    return K[G.ne(0).any(-1)], G[G.ne(0).any(-1)]
+        traces.append(capture(model.layers, lambda rows=rows: model.losses(rows)))
+    found: Tokens = {}
+    for name in model.layers:
+        K, G = torch.cat([t[name].X[0] for t in traces]), torch.cat([t[name].D[0] for t in traces])
+        found[name] = K[G.ne(0).any(-1)], G[G.ne(0).any(-1)]
+    return found
 
 
 def reference(K: torch.Tensor, G: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, lr: float) -> torch.Tensor:
@@ -59,10 +64,11 @@ def test_single_edits_are_the_formula(model: TaskModel, edits: list[FactEdit]) -
     before = weights_of(model)
     patches = method.propose(model, edits)
     assert_untouched(model, before)
+    of_sample, of_edits = tokens(model, [edit_of(r) for r in sample]), [tokens(model, [edit]) for edit in edits]
     for name in patches[0].deltas:
-        mean, std = moments(*tokens(model, [edit_of(r) for r in sample], name))
-        for edit, patch in zip(edits, patches, strict=True):
-            expected = reference(*tokens(model, [edit], name), mean, std, 1e-3)
+        mean, std = moments(*of_sample[name])
+        for of_edit, patch in zip(of_edits, patches, strict=True):
+            expected = reference(*of_edit[name], mean, std, 1e-3)
             torch.testing.assert_close(dense(patch, name), expected, rtol=1e-5, atol=1e-10)
 
 
@@ -76,13 +82,15 @@ def test_many_edits_are_made_in_turns(model: TaskModel) -> None:
     joint = method.propose_together(model, edits)
     assert_untouched(model, before)
     first = replace(method, turn=9).propose_together(model, edits[:3])
+    earlier = tokens(model, edits[:3])
     for name in joint.deltas:
-        K, G = tokens(model, edits[:3], name)
+        K, G = earlier[name]
         torch.testing.assert_close(dense(first, name), reference(K, G, *moments(K, G), 1e-3), rtol=1e-5, atol=1e-10)
     with first.applied(model):
-        later = {name: tokens(model, edits[3:], name) for name in joint.deltas}
-    for name, (K, G) in later.items():
-        both = [torch.cat(pair) for pair in zip(tokens(model, edits[:3], name), (K, G), strict=True)]
+        later = tokens(model, edits[3:])
+    for name in joint.deltas:
+        K, G = later[name]
+        both = [torch.cat(pair) for pair in zip(earlier[name], (K, G), strict=True)]
         second = reference(K, G, *moments(*both), 1e-3)
         expected = dense(first, name) + second
         torch.testing.assert_close(dense(joint, name).double(), expected, rtol=1e-3, atol=1e-6)  # summed in float32
