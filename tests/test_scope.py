@@ -93,7 +93,8 @@ def test_calibration_on_the_active_facts(scope: Scope) -> None:
     assert scope.calibrate_index(others, false_matches=0.0).false_matches == 0
     assert scope.match(others) == [None] * len(others)
     loose = scope.calibrate_index([*others, REVISIONS[0].input], false_matches=0.5)  # a fact's own input does not count
-    assert sum(found is not None for found in scope.match(others)) == loose.false_matches * len(others) == 3
+    assert sum(found is not None for found in scope.match(others)) == round(loose.false_matches * len(others)) > 0
+    assert loose.false_matches <= 0.5
     with pytest.raises(InputError, match="index facts first"):
         scope.index([]).calibrate_index(others)
 
@@ -109,7 +110,9 @@ def test_saved_and_loaded_scopes_are_equal(model: TaskModel, scope: Scope, train
     saved.save(tmp_path / "scope.safetensors")
     loaded = Scope.load(tmp_path / "scope.safetensors", model)
     texts = [r.input for r in REVISIONS]
-    assert torch.equal(loaded.embed(texts), saved.embed(texts))
+    assert torch.equal(loaded.read(texts).vectors, saved.read(texts).vectors)
+    assert torch.equal(loaded.read(texts).tokens, saved.read(texts).tokens)
+    assert loaded.matcher.floor == saved.matcher.floor
     assert (loaded.layers, loaded.calibration) == (saved.layers, saved.calibration)
 
 
@@ -172,7 +175,7 @@ def test_indexing_the_same_facts_again_costs_nothing(
     model: TaskModel, scope: Scope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scope.index([[r.input, *r.rephrases] for r in REVISIONS])
-    monkeypatch.setattr(scope, "embed", lambda texts: pytest.fail("texts are embedded again"))
+    monkeypatch.setattr(scope, "read", lambda texts: pytest.fail("texts are read again"))
     scope.index([[r.input, *r.rephrases] for r in REVISIONS])
     monkeypatch.undo()
     scope.index([REVISIONS[0].input])
