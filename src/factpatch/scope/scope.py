@@ -228,9 +228,8 @@ class Scope:
             layers = json.loads(metadata["layers"])
             matcher = None
             if metadata["format"] == FORMAT:
-                comparer = Comparer.from_saved(tensors).to(model.device)
-                matcher = Matcher(comparer, float(json.loads(metadata["floor"])))
-                if not math.isfinite(matcher.floor):
+                matcher = Matcher(Comparer.from_saved(tensors).to(model.device), json.loads(metadata["floor"]))
+                if not isinstance(matcher.floor, float) or not math.isfinite(matcher.floor):
                     raise ValueError("its floor is not a finite number")
             mean, scale, projection = tensors["mean"], tensors["scale"], tensors.get("projection")
             scope = cls(model, layers, mean, scale, projection, matcher, calibration)
