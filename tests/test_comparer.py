@@ -23,7 +23,7 @@ from factpatch.scope.matching import LOWEST_THRESHOLD
 from factpatch.scope.reduction import Reduction
 
 PLACES = "burundi gitega france paris africa europe rundi swahili".split()
-CONFIG = ScopeConfig(dimensions=8, steps=250, seeds_per_step=16)
+CONFIG = ScopeConfig(dimensions=8, steps=120, seeds_per_step=16)
 
 
 def revision(first: str, second: str) -> Revision:
@@ -55,6 +55,18 @@ def test_it_recognises_more_paraphrases_than_the_cosine(model: TaskModel, scope:
     assert by_cosine.matcher.comparer is None
     recalls = [one.calibrate(REVISIONS, false_matches=0.02).recall or 0.0 for one in (by_cosine, scope)]
     assert recalls[1] > recalls[0] + 0.2
+
+
+def test_calibration_keeps_the_stated_share_of_false_matches(model: TaskModel) -> None:
+    scope = Scope.train(model, REVISIONS, replace(CONFIG, steps=5))  # so few steps that it makes mistakes
+    strict, loose = (scope.calibrate(REVISIONS, false_matches=share) for share in (0.0, 0.1))
+    assert strict.false_matches == 0
+    assert 0 < loose.false_matches <= 0.1
+    assert strict.threshold > loose.threshold
+    others = [r.input for r in REVISIONS[1::2]]
+    scope.index([r.input for r in REVISIONS[::2]])
+    measured = scope.calibrate_index(others, false_matches=0.2).false_matches
+    assert sum(found is not None for found in scope.match(others)) == round(measured * len(others)) > 0
 
 
 def test_scores_depend_neither_on_the_order_nor_on_the_batch(scope: Scope) -> None:
@@ -108,7 +120,7 @@ def test_texts_that_are_clearly_different_never_match(scope: Scope) -> None:
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "marian"])
 def test_scoped_prediction_uses_the_comparer(name: str) -> None:
     model = tiny.build(name)
-    scope = Scope.train(model, REVISIONS, replace(CONFIG, steps=20))
+    scope = Scope.train(model, REVISIONS, replace(CONFIG, steps=10))
     edits = [FactEdit(r.input, tiny.other_answer(model, r.input)) for r in REVISIONS[:4]]
     patches = GradientStep(lr=0.5).propose(model, edits)
     scope.index(edits)

@@ -37,11 +37,11 @@ def learn_comparer(
         comparer = Comparer(reading.tokens.shape[1], dropout=0.1).to(reading.vectors.device)
         optimizer = torch.optim.AdamW(comparer.parameters(), LEARNING_RATE)
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1, (step + 1) / 50) * (1 - step / config.steps)
+            optimizer, lambda step: min(1, (step + 1) / 50) * (1 - step / config.compare_steps)
         )
         pairs = Pairs(reading, wordings, forms, rng)
         with torch.inference_mode(False), torch.enable_grad():
-            for step in range(config.steps):
+            for step in range(config.compare_steps):
                 left, right, alike = pairs.draw(PAIRS_PER_STEP)
                 loss = F.binary_cross_entropy_with_logits(_scores(comparer, reading, left, right), alike)
                 optimizer.zero_grad()

@@ -19,7 +19,8 @@ from factpatch.scope.reduction import SAMPLE_TOKENS, Reduction
 from factpatch.scope.training import ScopeConfig, learn_projection
 
 Report = Callable[[str, float], object]  # called with the stage of training and its progress from 0 to 1
-MISSED_CANDIDATES = 0.001  # share of training paraphrases whose own fact the comparer may never see
+RARE = 0.001  # share of training paraphrases that are too unusual to count
+HELD_OUT_MARGIN = 2 / 3  # new paraphrases have lower cosines than those that the projection was trained on
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,17 @@ def learn(
         wordings,
         [normalize(text) for text in flat],
         config,
-        lambda step: report("training the comparer", (step + 1) / config.steps),
+        lambda step: report("training the comparer", (step + 1) / config.compare_steps),
     )
     return Learned(mean, scale, projection, Matcher(reduction.folded_into(comparer), _floor(reading, wordings)))
 
 
 def _floor(reading: Reading, wordings: Sequence[range]) -> float:
-    """Returns a cosine that nearly all paraphrases have with their original."""
+    """Returns a cosine that nearly all paraphrases, new ones too, have with their original."""
     originals = torch.tensor([texts[0] for texts in wordings for _ in texts[1:]], device=reading.vectors.device)
     paraphrases = torch.tensor([text for texts in wordings for text in texts[1:]], device=reading.vectors.device)
     cosines = (reading.vectors[originals] * reading.vectors[paraphrases]).sum(-1).sort().values
-    return float(cosines[int(MISSED_CANDIDATES * len(cosines))])
+    return HELD_OUT_MARGIN * float(cosines[int(RARE * len(cosines))])
 
 
 def _reported(batches: Iterator[States], count: int, report: Report) -> Iterator[States]:

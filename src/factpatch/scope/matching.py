@@ -12,7 +12,7 @@ from factpatch.scope.comparer import Comparer
 from factpatch.scope.reading import Reading
 
 QUERIES_PER_BATCH = 4096  # number of texts that are compared with all facts at a time
-CANDIDATES = 16  # maximum number of wordings of facts that the comparer scores for each text
+CANDIDATES = 8  # maximum number of wordings of facts that the comparer scores for each text
 NO_CANDIDATE = -100.0  # below every cosine and every score that a comparer can be expected to give
 LOWEST_THRESHOLD = -3.0  # a comparer's score is a log-odds; texts at odds of 1 : 20 are not taken for the same fact
 

@@ -226,17 +226,17 @@ class Scope:
             if not isinstance(calibration.threshold, float) or not all(t.isfinite().all() for t in tensors.values()):
                 raise ValueError("it holds values that are not finite numbers")
             layers = json.loads(metadata["layers"])
+            mean, scale, projection = tensors["mean"], tensors["scale"], tensors.get("projection")
+            if mean.dim() != 1 or scale.dim() != 1 or (projection is not None and projection.dim() != 2):
+                raise ValueError("its shapes do not fit the model")
             matcher = None
             if metadata["format"] == FORMAT:
                 matcher = Matcher(Comparer.from_saved(tensors).to(model.device), json.loads(metadata["floor"]))
                 if not isinstance(matcher.floor, float) or not math.isfinite(matcher.floor):
                     raise ValueError("its floor is not a finite number")
-            mean, scale, projection = tensors["mean"], tensors["scale"], tensors.get("projection")
             scope = cls(model, layers, mean, scale, projection, matcher, calibration)
             probe = scope.read(["?"])
-            if mean.dim() != 1 or scale.dim() != 1 or probe.vectors.dim() != 2:
-                raise ValueError("its shapes do not fit the model")
-            scope.matcher.best(probe, probe)
+            scope.matcher.best(probe, probe)  # raises an error if the shapes do not fit the model
             return scope
         except (LookupError, TypeError, ValueError, RecursionError, RuntimeError) as error:
             raise FileError(f"{path} is not a complete scope ({reason(error)}); train it again") from error
