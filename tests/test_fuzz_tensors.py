@@ -39,7 +39,7 @@ from factpatch.ledger_store import pack
 from factpatch.merging import merge
 from factpatch.models import HELD_OUT, Causal, TaskModel, load_model
 from factpatch.patch import Patch, checksum
-from factpatch.scope import Scope
+from factpatch.scope import Scope, ScopeConfig
 from factpatch.training.checkpoint import load_checkpoint, save_checkpoint
 
 NEW = st.none() | TENSORS | JSON
@@ -62,6 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, bert: TaskModel) -> Path:
     covariance = Covariance.compute(bert, texts(20))
     covariance.save(folder / "covariance")
     Scope.plain(bert, revisions(bert, 12)).save(folder / "scope")
+    Scope.train(bert, revisions(bert, 12), ScopeConfig(steps=2)).save(folder / "scope with a comparer")
     with Ledger(folder / "ledger", bert, covariance=covariance) as ledger:
         ledger.add(create_method("finetune", lr=0.05), [edit])
         ledger.patch()
@@ -187,6 +188,13 @@ def damaged_copy(source: Path, target: Path, number: int, new: Any, damage: Any)
 def test_scopes(part: int, whole: Path, bert: TaskModel, number: int, new: Any, damage: Any) -> None:
     with only_our_errors() as folder:
         path = damaged_copy(whole / "scope", folder / "file", number, new, damage)
+        Scope.load(path, bert).index([QUESTIONS[0]]).match(QUESTIONS)
+
+
+@fuzzed(number=OURS, new=NEW, damage=st.none() | damages())
+def test_scopes_with_a_comparer(part: int, whole: Path, bert: TaskModel, number: int, new: Any, damage: Any) -> None:
+    with only_our_errors() as folder:
+        path = damaged_copy(whole / "scope with a comparer", folder / "file", number, new, damage)
         Scope.load(path, bert).index([QUESTIONS[0]]).match(QUESTIONS)
 
 

@@ -51,7 +51,7 @@ FIT_STEPS, TRAIN_STEPS = 5000, 12_500
 CONTROLS = 327  # unchanged facts in the revision file
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 FIT = ["--lr", "2e-3", "--batch", "256", "--dropout", "0.1", "--checkpoint-seconds", "100000"]
-SCOPE_CONFIG = ScopeConfig(dimensions=64, paraphrases=6, held_out=700)
+SCOPE_CONFIG = ScopeConfig(compare=False, dimensions=64, paraphrases=6, held_out=700)
 MERGE_SAMPLE = 1500  # questions that the merge of all changes is fitted to, before it is refined on all
 REFINE_STEPS = 300
 TRAIN = {

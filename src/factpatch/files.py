@@ -184,8 +184,8 @@ def _sort_metadata(path: Path) -> None:
             file.write(content.ljust(size))
 
 
-def read_safetensors(path: str | Path, kind: str, form: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """Reads the metadata and the tensors of one of our files, whose metadata must name the format `form`.
+def read_safetensors(path: str | Path, kind: str, *forms: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Reads the metadata and the tensors of one of our files, whose metadata must name one of the formats `forms`.
 
     `kind` says in errors what was expected, such as "patch".
     """
@@ -200,8 +200,9 @@ def read_safetensors(path: str | Path, kind: str, form: str) -> tuple[dict[str, 
         raise FileError(f"no {kind} file at {path}; check the path") from None
     except (SafetensorError, OSError) as error:
         raise FileError(f"{path} is not a readable {kind} file; it may be truncated ({error})") from error
-    if (actual := metadata.get("format", "none")) != form:
-        raise FileError(f"{path} is not a {kind} file: expected format {form}, found {actual}; check the path")
+    if (actual := metadata.get("format", "none")) not in forms:
+        expected = " or ".join(forms)
+        raise FileError(f"{path} is not a {kind} file: expected format {expected}, found {actual}; check the path")
     return metadata, tensors
 
 

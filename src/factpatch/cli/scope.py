@@ -20,7 +20,7 @@ def train(
     model: Model,
     data: Annotated[Path, typer.Option(help="Revision file with paraphrases, as written by factpatch revise.")],
     output: Annotated[Path, typer.Option(help="The scope file to write (.safetensors).")],
-    facts: Annotated[int, at_least(10, "Maximum number of facts to train on.")] = 12_000,
+    facts: Annotated[int, at_least(10, "Maximum number of facts to train on.")] = 20_000,
     steps: Annotated[int, at_least(1, "Training steps.")] = 1500,
     false_matches: Annotated[
         float, typer.Option(help="Maximum share of unrelated inputs that may match one of 1,024 active facts.")

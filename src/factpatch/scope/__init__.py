@@ -1,7 +1,8 @@
 """Scope: decides which of many active facts an input is about, so that each patch is used only where it belongs."""
 
+from factpatch.scope.matching import Calibration
 from factpatch.scope.predict import predict_scoped
-from factpatch.scope.scope import Calibration, Scope
+from factpatch.scope.scope import Scope
 from factpatch.scope.training import ScopeConfig
 
 __all__ = ["Calibration", "Scope", "ScopeConfig", "predict_scoped"]

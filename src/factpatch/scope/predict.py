@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from factpatch.errors import InputError, MismatchError
 from factpatch.models import TaskModel
 from factpatch.patch import Patch
-from factpatch.scope.features import predict_with_features
+from factpatch.scope.features import States, predicted_states
 from factpatch.scope.scope import Scope
 
 
@@ -25,8 +25,15 @@ def predict_scoped(model: TaskModel, scope: Scope, patches: Sequence[Patch], inp
         raise InputError("a scope reads inputs with the unedited model; revert the patches on the model first")
     for text in inputs:
         model.check_input(text)
-    answers, features = predict_with_features(model, model.encode(inputs), scope.layers)
-    matches = scope.match_vectors(inputs, scope.project(features))
+    answers = [""] * len(inputs)
+
+    def answered() -> Iterator[States]:
+        for states in predicted_states(model, model.encode(inputs), scope.layers):
+            for i, answer in zip(states.numbers, states.answers, strict=True):
+                answers[i] = answer
+            yield states
+
+    matches = scope.match_reading(inputs, scope.reading_of(answered()))
     # Rows that share a patched batch are padded to the longest, so inputs of similar length go together.
     matched = sorted((i for i, fact in enumerate(matches) if fact is not None), key=lambda i: len(inputs[i]))
     under = [patches[fact] for i in matched if (fact := matches[i]) is not None]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Self
 
@@ -19,32 +20,27 @@ from factpatch.facts import FactEdit, normalize
 from factpatch.files import read_safetensors, write_safetensors
 from factpatch.fingerprints import check_base
 from factpatch.models import TaskModel
-from factpatch.scope.features import spread_layers, text_features
-from factpatch.scope.training import ScopeConfig, learn_projection
+from factpatch.scope.comparer import Comparer
+from factpatch.scope.features import States, spread_layers, text_features, text_states
+from factpatch.scope.learning import Report, learn
+from factpatch.scope.matching import Calibration, Matcher, threshold_for
+from factpatch.scope.reading import Reading, collect
+from factpatch.scope.training import ScopeConfig
 
-FORMAT = "factpatch-scope-1"
-QUERIES_PER_BATCH = 4096  # number of inputs that are compared with all facts at a time
+FORMAT = "factpatch-scope-2"
+COSINE_FORMAT = "factpatch-scope-1"  # of a scope without a comparer
 Fact = FactEdit | str | Sequence[str]  # an edit, its input, or its input followed by known paraphrases
-Report = Callable[[str, float], object]  # called with the stage of training and its progress from 0 to 1
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """A threshold, and the error rates on the data that it was chosen on."""
-
-    threshold: float  # smallest cosine at which an input counts as being about a fact
-    recall: float | None  # share of paraphrases matched to their own fact; None without paraphrases
-    false_matches: float  # share of inputs matched to a fact that is not their own
-    facts: int  # number of facts that were active
 
 
 class Scope:
     """Decides which active fact, if any, an input is about.
 
-    An input is represented by z = P (h − μ) / σ, where h holds the mean hidden states of its tokens at `layers`. It is
-    about the fact whose z has the highest cosine with its own, if that cosine reaches the threshold. An input equal to
-    a known wording of a fact, after normalising, is always about that fact. P is learned by `train`; `plain` makes a
-    scope without it.
+    An input is represented by z = P (h − μ) / σ, where h holds the mean hidden states of its tokens at `layers`. The
+    facts whose z has the highest cosine with its own are candidates. The comparer scores each of them by comparing the
+    texts token by token, and the input is about the best one if its score reaches the threshold. An input equal to a
+    known wording of a fact, after normalising, is always about that fact.
+
+    `train` learns P and the comparer. `plain` makes a scope without either, in which the cosine itself is the score.
     """
 
     def __init__(
@@ -54,12 +50,14 @@ class Scope:
         mean: Tensor,
         scale: Tensor,
         projection: Tensor | None = None,
+        matcher: Matcher | None = None,
         calibration: Calibration | None = None,
     ):
         self.model = model
         self.layers = tuple(layers)
         self.mean, self.scale = mean.to(model.device), scale.to(model.device)  # (features,)
         self.projection = None if projection is None else projection.to(model.device)  # (dimensions, features)
+        self.matcher = matcher or Matcher()
         self.calibration = calibration
         self.wordings: list[list[str]] | None = None  # of the active facts, in the order of the index
         self.index([])
@@ -74,31 +72,16 @@ class Scope:
         config: ScopeConfig | None = None,
         report: Report = lambda stage, share: None,
     ) -> Self:
-        """Learns the projection from revisions with paraphrases, and chooses the threshold on held-out ones."""
+        """Learns projection and comparer from revisions with paraphrases, and the threshold on held-out ones."""
         config = config or ScopeConfig()
         order = hash_shuffled([r for r in revisions if _paraphrases(r)], config.seed)[: config.facts + config.held_out]
         held_out = min(config.held_out, len(order) // 5)
         if held_out < 2:
             raise InputError(f"expected at least 10 facts with paraphrases to train a scope, found {len(order)}")
         texts = [[r.input, *_paraphrases(r, config.paraphrases)] for r in order[held_out:]]
-        flat = [text for group in texts for text in group]
         layers = spread_layers(model)
-        done = 0
-
-        def on_texts(count: int) -> None:
-            nonlocal done
-            done += count
-            report("reading texts", done / len(flat))
-
-        features = text_features(model, flat, layers, on_texts)
-        mean, scale = features.mean(0), features.std(0).clamp_min(1e-6)
-        features = features.sub_(mean).div_(scale)
-        ends = torch.tensor([len(group) for group in texts]).cumsum(0).tolist()
-        wordings = [range(end - len(group), end) for end, group in zip(ends, texts, strict=True)]
-        projection = learn_projection(
-            features, wordings, config, lambda step: report("training", (step + 1) / config.steps)
-        )
-        scope = cls(model, layers, mean, scale, projection)
+        learned = learn(model, texts, layers, config, report)
+        scope = cls(model, layers, learned.mean, learned.scale, learned.projection, learned.matcher)
         scope.calibrate(order[:held_out], config.false_matches)
         return scope
 
@@ -130,19 +113,17 @@ class Scope:
         active = list({normalize(r.input): r for r in revisions}.values())  # one fact for each input
         if len(active) < 2:
             raise InputError(f"expected at least two different facts to calibrate a scope, found {len(active)}")
-        inputs = self.embed([r.input for r in active])
-        anchors = inputs[:facts]
-        cosines = inputs @ anchors.T  # (inputs, facts)
-        cosines.diagonal().fill_(-1)
-        nearest = cosines.amax(1)
-        threshold = _threshold(nearest, false_matches)
+        inputs = self.read([r.input for r in active])
+        anchors = inputs.part(slice(facts))
+        nearest, _ = self.matcher.best(inputs, anchors, besides_own=True)
+        threshold = threshold_for(nearest, false_matches)
         owners = [n for n, r in enumerate(active[:facts]) for _ in _paraphrases(r)]
         recall = None
         if owners:
-            paraphrases = self.embed([text for r in active[:facts] for text in _paraphrases(r)])
-            best = (paraphrases @ anchors.T).max(1)
-            right = best.indices == torch.tensor(owners, device=best.indices.device)
-            recall = float((right & (best.values >= threshold)).float().mean())
+            paraphrases = self.read([text for r in active[:facts] for text in _paraphrases(r)])
+            scores, found = self.matcher.best(paraphrases, anchors)
+            right = found == torch.tensor(owners, device=found.device)
+            recall = float((right & (scores >= threshold)).float().mean())
         wrong = float((nearest >= threshold).float().mean())
         self.calibration = Calibration(threshold, recall, wrong, len(anchors))
         return self.calibration
@@ -156,8 +137,8 @@ class Scope:
         unknown = [text for text in dict.fromkeys(others) if normalize(text) not in self.known]
         if not self.facts or not unknown:
             raise InputError("expected active facts and at least one other input to calibrate on; index facts first")
-        nearest = (self.embed(unknown) @ self.anchors.T).amax(1)
-        threshold = _threshold(nearest, false_matches)
+        nearest, _ = self.matcher.best(self.read(unknown), self.anchors)
+        threshold = threshold_for(nearest, false_matches)
         wrong = float((nearest >= threshold).float().mean())
         self.calibration = Calibration(threshold, None, wrong, self.facts)
         return self.calibration
@@ -180,56 +161,64 @@ class Scope:
         self.facts = len(wordings)
         self.owners = torch.tensor([n for n, texts in enumerate(wordings) for _ in texts], dtype=torch.long)
         self.owners = self.owners.to(self.model.device)  # (wordings,) the fact of each wording
-        self.anchors = self.embed([text for texts in wordings for text in texts])  # (wordings, dimensions)
+        self.anchors = self.read([text for texts in wordings for text in texts])
         self.wordings = wordings
         return self
 
-    def embed(self, texts: Sequence[str]) -> Tensor:
-        """Embeds texts as unit vectors, whose cosines are compared: (texts, dimensions)."""
+    def read(self, texts: Sequence[str]) -> Reading:
+        """Reads texts with the unedited model. Texts too long for it are truncated."""
         if self.model.patches:
             raise InputError("a scope reads inputs with the unedited model; revert the patches on the model first")
-        return self.project(text_features(self.model, texts, self.layers))
+        return self.reading_of(text_states(self.model, texts, self.layers))
 
-    def project(self, features: Tensor) -> Tensor:
-        """Turns pooled hidden states into unit vectors."""
-        z = (features - self.mean) / self.scale
-        return F.normalize(z if self.projection is None else z @ self.projection.T, dim=-1)
+    def reading_of(self, batches: Iterable[States]) -> Reading:
+        """Keeps of the model's hidden states what the scope needs to match the texts."""
+        return collect(batches, self._represent)
+
+    def _represent(self, states: States) -> tuple[Tensor, Tensor]:
+        """Turns a batch into unit vectors, (rows, dimensions), and projected tokens, (tokens, width)."""
+        z = (states.pooled() - self.mean) / self.scale
+        vectors = F.normalize(z if self.projection is None else z @ self.projection.T, dim=-1)
+        comparer = self.matcher.comparer
+        return vectors, vectors.new_zeros(int(states.mask.sum()), 0) if comparer is None else comparer.tokens(
+            states.tokens()
+        )
 
     def match(self, inputs: Sequence[str]) -> list[int | None]:
         """Returns the index of the active fact that each input is about, or None."""
-        return self.match_vectors(inputs, self.embed(inputs)) if self.facts else [None] * len(inputs)
+        return self.match_reading(inputs, self.read(inputs)) if self.facts else [None] * len(inputs)
 
-    def match_vectors(self, inputs: Sequence[str], vectors: Tensor) -> list[int | None]:
-        """Matches inputs whose unit vectors are already known."""
-        if not self.facts:
+    def match_reading(self, inputs: Sequence[str], reading: Reading) -> list[int | None]:
+        """Matches inputs that were already read."""
+        if not self.facts or not inputs:
             return [None] * len(inputs)
-        threshold = self.calibrated.threshold
-        nearest: list[int | None] = []
-        for part in vectors.split(QUERIES_PER_BATCH):
-            best = (part @ self.anchors.T).max(1)
-            owners = self.owners[best.indices].where(best.values >= threshold, -1)
-            nearest += [None if owner < 0 else owner for owner in owners.tolist()]
+        scores, found = self.matcher.best(reading, self.anchors)
+        owners = self.owners[found].where(scores >= self.calibrated.threshold, -1).tolist()
+        nearest = [None if owner < 0 else owner for owner in owners]
         return [self.known.get(normalize(text), owner) for text, owner in zip(inputs, nearest, strict=True)]
 
     # In a file
 
     def save(self, path: str | Path) -> None:
-        """Writes one safetensors file: projection, threshold and the model's fingerprint. Facts are not saved."""
+        """Writes one safetensors file: what was learned, the threshold and the model's fingerprint, but no facts."""
         tensors = {"mean": self.mean, "scale": self.scale}
         if self.projection is not None:
             tensors["projection"] = self.projection
         metadata = {
-            "format": FORMAT,
+            "format": COSINE_FORMAT,
             "base": self.model.fingerprint,
             "layers": json.dumps(self.layers),
             "calibration": json.dumps(astuple(self.calibrated)),
         }
+        if self.matcher.comparer is not None:
+            tensors.update(self.matcher.comparer.saved())
+            metadata |= {"format": FORMAT, "floor": json.dumps(self.matcher.floor)}
         write_safetensors(path, tensors, metadata)
 
     @classmethod
     def load(cls, path: str | Path, model: TaskModel) -> Self:
         """Loads a scope for the model that it was made for."""
-        metadata, tensors = read_safetensors(path, "scope", FORMAT)
+        metadata, tensors = read_safetensors(path, "scope", FORMAT, COSINE_FORMAT)
         advice = "load the model it was made for, or train a scope for this one"
         check_base(f"{path} was made", metadata.get("base", "unknown"), model.fingerprint, advice)
         try:
@@ -237,20 +226,20 @@ class Scope:
             if not isinstance(calibration.threshold, float) or not all(t.isfinite().all() for t in tensors.values()):
                 raise ValueError("it holds values that are not finite numbers")
             layers = json.loads(metadata["layers"])
-            scope = cls(model, layers, tensors["mean"], tensors["scale"], tensors.get("projection"), calibration)
-            if tensors["mean"].dim() != 1 or tensors["scale"].dim() != 1 or scope.embed(["?"]).dim() != 2:
+            mean, scale, projection = tensors["mean"], tensors["scale"], tensors.get("projection")
+            if mean.dim() != 1 or scale.dim() != 1 or (projection is not None and projection.dim() != 2):
                 raise ValueError("its shapes do not fit the model")
+            matcher = None
+            if metadata["format"] == FORMAT:
+                matcher = Matcher(Comparer.from_saved(tensors).to(model.device), json.loads(metadata["floor"]))
+                if not isinstance(matcher.floor, float) or not math.isfinite(matcher.floor):
+                    raise ValueError("its floor is not a finite number")
+            scope = cls(model, layers, mean, scale, projection, matcher, calibration)
+            probe = scope.read(["?"])
+            scope.matcher.best(probe, probe)  # raises an error if the shapes do not fit the model
             return scope
         except (LookupError, TypeError, ValueError, RecursionError, RuntimeError) as error:
             raise FileError(f"{path} is not a complete scope ({reason(error)}); train it again") from error
-
-
-def _threshold(nearest: Tensor, false_matches: float) -> float:
-    """Returns the lowest threshold that at most the given share of these cosines reaches."""
-    if not 0 <= false_matches < 1:
-        raise InputError(f"expected a share of false matches from 0 to below 1, found {false_matches}")
-    allowed = int(false_matches * len(nearest))
-    return float(nearest.sort(descending=True).values[allowed]) + 1e-4  # just above the first cosine beyond that share
 
 
 def _paraphrases(revision: Revision, most: int | None = None) -> list[str]:

@@ -18,15 +18,21 @@ class ScopeConfig:
     """Settings of a scope's training."""
 
     dimensions: int = 256  # of the projection
-    steps: int = 1500
+    compare: bool = True  # whether to train a comparer, too
+    steps: int = 1500  # of training the projection; the comparer takes `compare_steps`
     seeds_per_step: int = 48  # facts drawn at random, each together with `neighbours` of its nearest facts
     neighbours: int = 5
     learning_rate: float = 1e-3
-    paraphrases: int = 2  # per fact, of each kind
-    facts: int = 12_000  # maximum number to train on
+    paraphrases: int = 3  # per fact, of each kind
+    facts: int = 20_000  # maximum number to train on
     held_out: int = 1024  # maximum number of held-out facts, on which the threshold is chosen
     false_matches: float = 0.005  # share of other inputs that may match an active fact
     seed: int = 0
+
+    @property
+    def compare_steps(self) -> int:
+        """Training steps of the comparer."""
+        return 2 * self.steps
 
     def __post_init__(self) -> None:
         for name in ("dimensions", "steps", "seeds_per_step", "neighbours", "paraphrases", "facts", "held_out"):

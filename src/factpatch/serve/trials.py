@@ -6,8 +6,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from factpatch.engine import edited
 from factpatch.models import TaskModel
 from factpatch.models.answers import best_answers
@@ -35,7 +33,7 @@ class Trials:
         texts = list(questions.controls)
         self._encoded = dict(zip(texts, model.encode(texts, model.max_input_tokens), strict=True))
         self.control_answers = dict(zip(texts, self._predict(texts), strict=True))
-        self._vectors = dict(zip(texts, scope.embed(texts), strict=True))
+        self._reading, self._number = scope.read(texts), {text: number for number, text in enumerate(texts)}
 
     def run(self, correction: Correction, patch: Patch) -> Proposal:
         wordings = [correction.question, *correction.paraphrases]
@@ -60,5 +58,5 @@ class Trials:
         if not controls:
             return []
         index = copy.copy(self.scope).index([wordings])
-        vectors = torch.stack([self._vectors[text] for text in controls])
-        return [number is not None for number in index.match_vectors(controls, vectors)]
+        reading = self._reading.part([self._number[text] for text in controls])
+        return [number is not None for number in index.match_reading(controls, reading)]
