@@ -20,6 +20,11 @@ def test_every_preset_is_a_config() -> None:
         assert resolve_config(None, None, [], config_to_json(config)) == config
 
 
+def test_a_merge_replaces_the_least_squares_form() -> None:
+    assert resolve_config("fc", None, [], {}).ridge == 1
+    assert resolve_config("fc", None, ["together=8"], {}).ridge is None
+
+
 @pytest.mark.parametrize(
     ("preset", "rows", "margins"), [("paper-fc", 256, (1e-1, 1e-3)), ("paper-qa", 64, (1e-3, 1e-5))]
 )
@@ -89,7 +94,7 @@ def test_all_problems_at_once() -> None:
         "steps=0 must be above 0",
         "minutes=-1.0 must be above 0",
         "optimizer=sgd must be one of rmsprop, adam",
-        "margin=1e-05 must not be below margin_floor=0.001",
+        "margin=1e-05 must not be below margin_floor=0.0002",
         "holdout=1 must be at least 2",
         "must be below 2**63",
         "unknown setting learning_rate",
@@ -116,7 +121,6 @@ def test_all_problems_at_once() -> None:
         (["others=far"], "others=far must be one of uniform, unsure, near"),
         (['targets=["gold","silver"]'], "targets=silver must be one of beam, gold, relation, invented"),
         (['others=["near","unsure"]', "rows=3"], "rows=3 must be at least 4"),
-        (["ridge=1", "together=8"], "ridge=1.0 needs together=1"),
         (["ema=1"], "ema=1.0 must be above 0 and below 1"),
         (["editor.depth=3"], "unknown setting editor.depth"),
         (["method=hypr"], "there is no edit method called 'hypr'; did you mean hyper?"),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import tiny
 import torch
 from conftest import loud_editor
 from samples import revisions
+from training_runs import QUICK, start
 
 from factpatch.covariance import Covariance
 from factpatch.deltas import Dense
+from factpatch.editors import load_editor
 from factpatch.errors import InputError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.merging import merge
-from factpatch.models import TaskModel
+from factpatch.models import TaskModel, load_model
 from factpatch.solving import cholesky
-from factpatch.training import TrainConfig
+from factpatch.training import Train, TrainConfig
 from factpatch.training.batcher import Batcher
 from factpatch.training.objective import Objective
 from factpatch.training.sampler import Sampler
@@ -104,3 +109,12 @@ def test_training_sees_what_merge_makes(model: TaskModel) -> None:
         torch.testing.assert_close(
             delta.dense(), changes[name].float(), rtol=1e-3, atol=1e-3 * float(delta.dense().abs().max())
         )
+
+
+def test_a_merge_can_start_from_an_editor_in_least_squares_form(checker: Path, claims: Path, tmp_path: Path) -> None:
+    """The merge takes the place of that form: training reads the updates themselves, and so must the saved editor."""
+    start(replace(QUICK, ridge=1.0), checker, tmp_path / "first").run(claims)
+    assert load_editor(tmp_path / "first").least_squares is not None
+    config = replace(QUICK, together=4)
+    Train(config, load_model(checker, "cpu"), tmp_path / "second", init=tmp_path / "first").run(claims)
+    assert load_editor(tmp_path / "second").least_squares is None

@@ -64,7 +64,7 @@ class TrainConfig:
     wordings: int = 1  # wordings per fact that are edited and serve as control inputs: its own, and some paraphrases
     label_smoothing: float = 0.0  # of the edit loss
     targets: tuple[str, ...] = ("beam",)  # kinds of answers to edit to, drawn with equal chance: see data/targets.py
-    ridge: float | None = None  # λ of the least-squares form of updates; None leaves updates unchanged
+    ridge: float | None = None  # λ of the least-squares form of updates; None leaves updates as they are, as do merges
     shrinkage: float = SHRINKAGE  # of the covariance in that form; larger values generalise better to paraphrases
     updates: int = 1  # updates per edit, each computed on the model as the previous one left it
     together: int = 1  # edits that each step merges into one patch; a value above 1 also sets `edits`
@@ -115,6 +115,7 @@ class TrainConfig:
             object.__setattr__(self, "editor", editor_config_class(self.method)())
         if self.together > 1:
             object.__setattr__(self, "edits", self.together)
+            object.__setattr__(self, "ridge", None)  # a merge is a least-squares solve itself, and learns its own ridge
 
     @property
     def constraints(self) -> tuple[str, ...]:
@@ -190,8 +191,6 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield f"split={config.split} must not be above edits={config.edits}"
     if not config.layers:
         yield "layers must name at least one pattern"
-    if config.together > 1 and config.ridge is not None:
-        yield f"ridge={config.ridge} needs together=1: a merge learns its own ridge"
     if config.together > 1 and (config.updates > 1 or config.split > 1 or config.constraint not in ("kl", "none")):
         yield f"together={config.together} needs updates=1, split=1 and the constraint kl or none"
 
