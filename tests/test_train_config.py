@@ -25,6 +25,12 @@ def test_a_merge_replaces_the_least_squares_form() -> None:
     assert resolve_config("fc", None, ["together=8"], {}).ridge is None
 
 
+def test_none_unsets_an_optional_setting() -> None:
+    assert resolve_config("fc", None, ["ridge=none"], {}).ridge is None
+    with pytest.raises(InputError, match="rows='none' must be a whole number"):
+        resolve_config("fc", None, ["rows=none"], {})
+
+
 @pytest.mark.parametrize(
     ("preset", "rows", "margins"), [("paper-fc", 256, (1e-1, 1e-3)), ("paper-qa", 64, (1e-3, 1e-5))]
 )

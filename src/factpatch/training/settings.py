@@ -96,9 +96,13 @@ def typed(
 
 
 def _converted(kind: Any, value: Any) -> Any:
-    """Converts a value to a field's type. If it does not fit, a ValueError names what was expected."""
+    """Converts a value to a field's type. If it does not fit, a ValueError names what was expected.
+
+    TOML has no value for None, so the text "none" stands for it in fields that may be None.
+    """
     if isinstance(kind, types.UnionType):
-        return None if value is None else _converted(next(k for k in kind.__args__ if k is not type(None)), value)
+        given = next(k for k in kind.__args__ if k is not type(None))
+        return None if value in (None, "none") else _converted(given, value)
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ValueError("below 2**63")
     if isinstance(value, float) and abs(value) > LARGEST:
