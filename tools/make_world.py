@@ -63,6 +63,7 @@ TRAIN = {
     "paraphrase_rows": 2,
     "lr": 2e-3,
     "label_smoothing": 0.0,
+    "ridge": '"none"',
     "margin": 5e-2,
     "margin_floor": 3e-2,
     "multiplier_lr": 0.1,
