@@ -28,6 +28,16 @@ class Calibration:
 
 
 @dataclass(frozen=True)
+class KnownFacts:
+    """Texts whose facts are known, to choose a threshold on."""
+
+    inputs: Reading  # of all facts; each is an example of an input that is about none of the other facts
+    active: int  # number of active facts, the first of `inputs`
+    paraphrases: Reading  # of the active facts
+    owners: Tensor  # (paraphrases,) the active fact of each
+
+
+@dataclass(frozen=True)
 class Matcher:
     """Scores texts against facts: by their cosine or, with a comparer, by comparing them with the nearest facts."""
 
@@ -59,6 +69,18 @@ class Matcher:
         scores = torch.full_like(cosines, NO_CANDIDATE)
         scores[rows, columns] = self.comparer.scores(texts, rows, anchors, candidates[rows, columns])
         return scores
+
+    def calibrate(self, facts: KnownFacts, false_matches: float) -> Calibration:
+        """Finds the lowest threshold at which at most this share of inputs matches a fact that is not their own."""
+        active = facts.inputs.part(slice(facts.active))
+        nearest, _ = self.best(facts.inputs, active, besides_own=True)
+        threshold = threshold_for(nearest, false_matches)
+        wrong = float((nearest >= threshold).float().mean())
+        recall = None
+        if len(facts.paraphrases):
+            scores, found = self.best(facts.paraphrases, active)
+            recall = float(((found == facts.owners) & (scores >= threshold)).float().mean())
+        return Calibration(threshold, recall, wrong, len(active))
 
 
 def threshold_for(scores: Tensor, false_matches: float) -> float:
