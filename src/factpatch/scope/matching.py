@@ -45,9 +45,10 @@ class Matcher:
     floor: float = -1.0  # smallest cosine at which the comparer looks at a fact
 
     def best(self, texts: Reading, anchors: Reading, besides_own: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns the highest score of each text and the anchor that it belongs to: (texts,) each.
+        """Returns the highest score of each text with any anchor, and the row of that anchor: (texts,) each.
 
-        With `besides_own`, the anchors are the first of the texts, and no text is compared with itself.
+        Anchors are the wordings of the active facts. With `besides_own`, they must be the first of the texts
+        themselves, and no text is compared with itself.
         """
         scores, numbers = [], []
         for start in range(0, len(texts), QUERIES_PER_BATCH):
@@ -56,8 +57,8 @@ class Matcher:
             if besides_own and start < len(anchors):
                 cosines.diagonal(start).fill_(NO_CANDIDATE)
             nearest = cosines.topk(1 if self.comparer is None else min(CANDIDATES, len(anchors)), dim=1)
-            judged = nearest.values if self.comparer is None else self._compared(part, anchors, *nearest)
-            best = judged.max(1)
+            compared = nearest.values if self.comparer is None else self._compared(part, anchors, *nearest)
+            best = compared.max(1)  # (texts, candidates) to (texts,)
             scores.append(best.values)
             numbers.append(nearest.indices.gather(1, best.indices[:, None]).squeeze(1))
         return torch.cat(scores), torch.cat(numbers)

@@ -131,7 +131,7 @@ class Scope:
             inputs=self.read([r.input for r in different]),
             active=min(active, len(different)),
             paraphrases=self.read([text for _, text in texts]),
-            owners=torch.tensor([number for number, _ in texts], device=self.model.device),
+            owners=torch.tensor([number for number, _ in texts], dtype=torch.long, device=self.model.device),
         )
 
     def calibrate_index(self, others: Sequence[str], false_matches: float = 0.005) -> Calibration:
