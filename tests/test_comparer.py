@@ -11,15 +11,18 @@ import tiny
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from factpatch.data.revisions import Revision
 from factpatch.editors.finetune import GradientStep
 from factpatch.errors import FileError
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel
-from factpatch.scope import Scope, ScopeConfig, predict_scoped
+from factpatch.scope import Scope, ScopeConfig, learning, predict_scoped
 from factpatch.scope.comparer import Comparer
-from factpatch.scope.matching import LOWEST_THRESHOLD
+from factpatch.scope.features import spread_layers
+from factpatch.scope.matching import LOWEST_THRESHOLD, Matcher
+from factpatch.scope.reading import Reading
 from factpatch.scope.reduction import Reduction
 
 PLACES = "burundi gitega france paris africa europe rundi swahili".split()
@@ -45,6 +48,14 @@ def scope(model: TaskModel) -> Scope:
     return Scope.train(model, REVISIONS, CONFIG)
 
 
+def with_comparer(model: TaskModel, steps: int) -> Scope:
+    """A scope that keeps its comparer, even if so few steps make it worse than the cosine."""
+    texts = [[r.input, *r.rephrases] for r in REVISIONS]
+    layers = spread_layers(model)
+    learned = learning.learn(model, texts, layers, replace(CONFIG, steps=steps), lambda stage, share: None)
+    return Scope(model, layers, learned.mean, learned.scale, learned.projection, learned.matcher)
+
+
 def comparer_of(scope: Scope) -> Comparer:
     assert scope.matcher.comparer is not None
     return scope.matcher.comparer
@@ -57,8 +68,29 @@ def test_it_recognises_more_paraphrases_than_the_cosine(model: TaskModel, scope:
     assert recalls[1] > recalls[0] + 0.2
 
 
+def test_training_drops_a_comparer_that_recognises_fewer_paraphrases(
+    model: TaskModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, false_matches=0.2)
+    by_cosine = Scope.train(model, REVISIONS, replace(config, compare=False)).calibrated
+    assert by_cosine.recall
+    assert comparer_of(Scope.train(model, REVISIONS, config))  # a good one is kept
+
+    def useless(reading: Reading, *_: object) -> Comparer:
+        comparer = Comparer(reading.tokens.shape[1])
+        for weight in comparer.decide.parameters():
+            nn.init.zeros_(weight)  # all pairs get the same score
+        return comparer.eval().requires_grad_(False)
+
+    monkeypatch.setattr(learning, "learn_comparer", useless)
+    dropped = Scope.train(model, REVISIONS, config)
+    assert dropped.matcher == Matcher()
+    assert dropped.calibration == by_cosine
+    assert dropped.read(["paris"]).tokens.shape[1] == 0
+
+
 def test_calibration_keeps_the_stated_share_of_false_matches(model: TaskModel) -> None:
-    scope = Scope.train(model, REVISIONS, replace(CONFIG, steps=5))  # so few steps that it makes mistakes
+    scope = with_comparer(model, steps=5)  # so few steps that it makes mistakes
     strict, loose = (scope.calibrate(REVISIONS, false_matches=share) for share in (0.0, 0.1))
     assert strict.false_matches == 0
     assert 0 < loose.false_matches <= 0.1
@@ -103,9 +135,8 @@ def test_a_comparer_of_reduced_states_can_read_the_states_themselves() -> None:
 
 
 def test_training_twice_gives_the_same_scope(model: TaskModel) -> None:
-    config = replace(CONFIG, steps=5)
-    one, other = (Scope.train(model, REVISIONS, config) for _ in range(2))
-    assert one.calibration == other.calibration
+    one, other = (with_comparer(model, steps=5) for _ in range(2))
+    assert one.calibrate(REVISIONS) == other.calibrate(REVISIONS)
     for mine, its in zip(comparer_of(one).saved().values(), comparer_of(other).saved().values(), strict=True):
         assert torch.equal(mine, its)
 
@@ -120,7 +151,7 @@ def test_texts_that_are_clearly_different_never_match(scope: Scope) -> None:
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "marian"])
 def test_scoped_prediction_uses_the_comparer(name: str) -> None:
     model = tiny.build(name)
-    scope = Scope.train(model, REVISIONS, replace(CONFIG, steps=10))
+    scope = with_comparer(model, steps=10)
     edits = [FactEdit(r.input, tiny.other_answer(model, r.input)) for r in REVISIONS[:4]]
     patches = GradientStep(lr=0.5).propose(model, edits)
     scope.index(edits)

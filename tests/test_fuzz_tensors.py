@@ -40,6 +40,8 @@ from factpatch.merging import merge
 from factpatch.models import HELD_OUT, Causal, TaskModel, load_model
 from factpatch.patch import Patch, checksum
 from factpatch.scope import Scope, ScopeConfig
+from factpatch.scope.comparer import Comparer
+from factpatch.scope.matching import Matcher
 from factpatch.training.checkpoint import load_checkpoint, save_checkpoint
 
 NEW = st.none() | TENSORS | JSON
@@ -62,7 +64,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, bert: TaskModel) -> Path:
     covariance = Covariance.compute(bert, texts(20))
     covariance.save(folder / "covariance")
     Scope.plain(bert, revisions(bert, 12)).save(folder / "scope")
-    Scope.train(bert, revisions(bert, 12), ScopeConfig(steps=2)).save(folder / "scope with a comparer")
+    scope = Scope.train(bert, revisions(bert, 12), ScopeConfig(compare=False, steps=2))
+    scope.matcher = Matcher(Comparer(len(scope.mean)), floor=0.1)
+    scope.save(folder / "scope with a comparer")
     with Ledger(folder / "ledger", bert, covariance=covariance) as ledger:
         ledger.add(create_method("finetune", lr=0.05), [edit])
         ledger.patch()

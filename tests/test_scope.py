@@ -192,7 +192,8 @@ def test_the_command_writes_a_scope_that_loads(run, model: TaskModel, tmp_path: 
     result = run("scope", "train", *arguments, "--output", tmp_path / "scope.safetensors", "--json").json
     loaded = Scope.load(tmp_path / "scope.safetensors", model)
     assert loaded.calibrated.threshold == result["threshold"]
-    assert set(result) == {"threshold", "recall", "false_matches", "facts", "seconds"}
+    assert set(result) == {"threshold", "recall", "false_matches", "facts", "comparer", "seconds"}
+    assert result["comparer"] == (loaded.matcher.comparer is not None)
 
 
 def test_a_damaged_file_is_refused(model: TaskModel, scope: Scope, tmp_path: Path) -> None:

@@ -47,5 +47,6 @@ def train(
     with common.status_bar("training the scope") as update:
         scope = Scope.train(loaded, revisions, config, lambda stage, share: update(share, stage))
     scope.save(output)
-    result = {**asdict(scope.calibrated), "seconds": time.perf_counter() - start}
+    kept = scope.matcher.comparer is not None
+    result = {**asdict(scope.calibrated), "comparer": kept, "seconds": time.perf_counter() - start}
     common.print_result(result, output, as_json)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from factpatch.scope.reading import Reading
 
-PREFIX = "comparer."  # of its tensors in the file of a scope
-CELLS_PER_BATCH = 1 << 16  # number of tokens, padding included, whose comparisons are in memory at a time
+PREFIX = "comparer."  # of the names of its tensors in a scope file
+TOKENS_PER_BATCH = 1 << 16  # maximum number of tokens of one side, padding included, that are compared at a time
 
 
 class Comparer(nn.Module):
@@ -45,7 +45,11 @@ class Comparer(nn.Module):
         return torch.cat([F.normalize(key, dim=-1), content], -1)
 
     def forward(self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], cosines: Tensor) -> Tensor:
-        """Scores pairs of texts: (pairs,). Each side is its padded tokens, (pairs, tokens, 2·width), and their mask."""
+        """Scores pairs of texts: (pairs,).
+
+        Each side consists of what `tokens` returns, padded, (pairs, tokens, 2·width), and a mask that is false at the
+        padding, (pairs, tokens). `cosines` are those of the texts' vectors, (pairs,).
+        """
         (key, content), mask = left[0].chunk(2, -1), left[1]
         (other_key, other_content), other_mask = right[0].chunk(2, -1), right[1]
         similarity = self.sharpness.exp() * key @ other_key.transpose(1, 2)  # (pairs, tokens, other tokens)
@@ -60,24 +64,27 @@ class Comparer(nn.Module):
     def _differences(
         self, content: Tensor, similarity: Tensor, other_content: Tensor, mask: Tensor, other_mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compares each token with its counterpart; returns mean, largest and second largest: (pairs, width) each."""
+        """Compares each token of a text with its counterpart v, and summarises the results c over the tokens.
+
+        Returns mean, largest and second largest entries: (pairs, width) each.
+        """
         attention = similarity.masked_fill(~other_mask[:, None, :], -torch.inf).softmax(-1)
         counterpart = attention @ other_content  # (pairs, tokens, width)
-        pairs = [content, counterpart, (content - counterpart).abs(), content * counterpart]
-        compared = self.compare(torch.cat(pairs, -1)) * mask.unsqueeze(-1)  # (pairs, tokens, width), 0 at the padding
+        both = torch.cat([content, counterpart, (content - counterpart).abs(), content * counterpart], -1)
+        compared = self.compare(both) * mask.unsqueeze(-1)  # (pairs, tokens, width), 0 at the padding
         compared = F.pad(compared, (0, 0, 0, 1))  # a text of one token has a second largest value, too
         largest, second = compared.topk(2, dim=1).values.unbind(1)
         return compared.sum(1) / mask.sum(1, keepdim=True), largest, second
 
     @torch.no_grad()
     def scores(self, left: Reading, left_rows: Tensor, right: Reading, right_rows: Tensor) -> Tensor:
-        """Scores pairs of texts of two readings: (pairs,). Pairs of similar length share a batch."""
+        """Scores pairs of texts, given by their rows in two readings: (pairs,). Batches are of similar length."""
         longest = torch.maximum(left.lengths[left_rows], right.lengths[right_rows])
         scores = torch.zeros(len(longest), device=longest.device)
         order = longest.argsort(descending=True)
         lengths, start = longest[order].tolist(), 0
         while start < len(order):
-            pairs = order[start : start + max(1, CELLS_PER_BATCH // lengths[start])]
+            pairs = order[start : start + max(1, TOKENS_PER_BATCH // lengths[start])]
             one, other = left_rows[pairs], right_rows[pairs]
             cosines = (left.vectors[one] * right.vectors[other]).sum(-1)
             scores[pairs] = self(left.padded(one), right.padded(other), cosines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ LEARNING_RATE = 2e-3
 PAIRS_PER_STEP = 256
 SIMILAR_FACTS = 24  # other facts that are paired with a fact in training
 TYPICAL_RANK = 5.0  # mean rank of the facts drawn from them; the most similar ones teach most
+DIFFERENT_PER_PARAPHRASE = 3  # pairs of different facts for each pair of paraphrases
+ORIGINALS = 0.7  # minimum share of original texts in pairs of different facts
 
 
 def learn_comparer(
@@ -26,10 +29,11 @@ def learn_comparer(
     config: ScopeConfig,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Comparer:
-    """Trains a comparer for reduced states by a logistic loss on pairs of texts.
+    """Trains a comparer by a logistic loss on pairs of texts.
 
-    `wordings` lists the texts of each fact, the original first; `forms` are all texts, normalised. Without pairs that
-    differ in a single word, hardly any pair would be difficult, so each fact is paired with its most similar others.
+    The tokens of `reading` are reduced hidden states. `wordings` lists the texts of each fact by their rows in it, the
+    original first; `forms` are all texts, normalised. Texts of two facts drawn at random would be easy to tell apart,
+    so each fact is paired with the facts most similar to it.
     """
     rng = random.Random(config.seed)
     with torch.random.fork_rng(devices=[reading.vectors.device] if reading.vectors.is_cuda else []):
@@ -54,7 +58,7 @@ def learn_comparer(
 
 
 def _scores(comparer: Comparer, reading: Reading, left: Tensor, right: Tensor) -> Tensor:
-    """Scores pairs of texts with gradients. Every text is projected once, although it may be in several pairs."""
+    """Scores pairs of texts, given by their rows, with gradients. A text in several pairs is projected only once."""
     texts, place = torch.cat([left, right]).unique(return_inverse=True)
     states, mask = reading.padded(texts)
     tokens = comparer.tokens(states)  # (texts, tokens, 2·width)
@@ -69,9 +73,9 @@ class Pairs:
     def __init__(self, reading: Reading, wordings: Sequence[Sequence[int]], forms: Sequence[str], rng: random.Random):
         self.wordings, self.rng, self.device = wordings, rng, reading.vectors.device
         originals = reading.vectors[torch.tensor([texts[0] for texts in wordings], device=self.device)]
-        self.forms = [{forms[text] for text in texts} for texts in wordings]
-        self.similar = [
-            [other for other in others if not self.forms[fact] & self.forms[other]]  # else they may say the same
+        own_forms = [{forms[text] for text in texts} for texts in wordings]
+        self.similar = [  # the other facts to pair each fact with, the most similar first
+            [other for other in others if own_forms[fact].isdisjoint(own_forms[other])]  # else they may say the same
             for fact, others in enumerate(nearest_facts(originals, SIMILAR_FACTS))
         ]
 
@@ -81,21 +85,19 @@ class Pairs:
         A quarter of the pairs are paraphrases.
         """
         pairs: list[tuple[int, int, float]] = []
-        for fact in self.rng.sample(range(len(self.wordings)), min(max(1, count // 4), len(self.wordings))):
+        facts = min(max(1, count // (1 + DIFFERENT_PER_PARAPHRASE)), len(self.wordings))
+        for fact in self.rng.sample(range(len(self.wordings)), facts):
             original, *paraphrases = self.wordings[fact]
             pairs.append((original, self.rng.choice(paraphrases), 1.0))
             similar = self.similar[fact]
-            for _ in range(3 if similar else 0):
+            for _ in range(DIFFERENT_PER_PARAPHRASE if similar else 0):
                 rank = int(self.rng.expovariate(1 / TYPICAL_RANK))
                 other = similar[min(rank, len(similar) - 1)]
                 pairs.append((self._wording(fact), self._wording(other), 0.0))
         left, right, alike = zip(*pairs, strict=True)
-        return (
-            torch.tensor(left, device=self.device),
-            torch.tensor(right, device=self.device),
-            torch.tensor(alike, device=self.device),
-        )
+        as_tensor = partial(torch.tensor, device=self.device)
+        return as_tensor(left), as_tensor(right), as_tensor(alike)
 
     def _wording(self, fact: int) -> int:
         """Draws a text of a fact, mostly the original: paraphrases alone could be told apart by their style."""
-        return self.wordings[fact][0] if self.rng.random() < 0.7 else self.rng.choice(self.wordings[fact])
+        return self.wordings[fact][0] if self.rng.random() < ORIGINALS else self.rng.choice(self.wordings[fact])

@@ -19,13 +19,14 @@ from factpatch.scope.reduction import SAMPLE_TOKENS, Reduction
 from factpatch.scope.training import ScopeConfig, learn_projection
 
 Report = Callable[[str, float], object]  # called with the stage of training and its progress from 0 to 1
-RARE = 0.001  # share of training paraphrases that are too unusual to count
-HELD_OUT_MARGIN = 2 / 3  # new paraphrases have lower cosines than those that the projection was trained on
+RARE = 0.001  # share of training paraphrases that may be below the floor
+NEW_TEXTS = 2 / 3  # factor of the floor, as new paraphrases have lower cosines than those the projection learned from
+TOKENS_PER_TEXT = 8  # low estimate
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What `learn` found: see `Scope`."""
+    """What `learn` returns, named as in `Scope`."""
 
     mean: Tensor  # (features,)
     scale: Tensor  # (features,)
@@ -40,7 +41,7 @@ def learn(
     flat = [text for group in texts for text in group]
     ends = torch.tensor([len(group) for group in texts]).cumsum(0).tolist()
     wordings = [range(end - len(group), end) for end, group in zip(ends, texts, strict=True)]
-    sample = flat[:: max(1, len(flat) // (SAMPLE_TOKENS // 8))]
+    sample = flat[:: max(1, len(flat) // (SAMPLE_TOKENS // TOKENS_PER_TEXT))]  # evenly spaced
     reduction = Reduction.fit(
         torch.cat([states.tokens() for states in text_states(model, sample, layers)]), config.seed
     )
@@ -67,11 +68,11 @@ def learn(
 
 
 def _floor(reading: Reading, wordings: Sequence[range]) -> float:
-    """Returns a cosine that nearly all paraphrases, new ones too, have with their original."""
+    """Returns a cosine that nearly all paraphrases, new ones too, reach with the original text of their fact."""
     originals = torch.tensor([texts[0] for texts in wordings for _ in texts[1:]], device=reading.vectors.device)
     paraphrases = torch.tensor([text for texts in wordings for text in texts[1:]], device=reading.vectors.device)
     cosines = (reading.vectors[originals] * reading.vectors[paraphrases]).sum(-1).sort().values
-    return HELD_OUT_MARGIN * float(cosines[int(RARE * len(cosines))])
+    return NEW_TEXTS * float(cosines[int(RARE * len(cosines))])
 
 
 def _reported(batches: Iterator[States], count: int, report: Report) -> Iterator[States]:

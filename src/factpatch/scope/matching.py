@@ -28,6 +28,16 @@ class Calibration:
 
 
 @dataclass(frozen=True)
+class KnownFacts:
+    """Texts whose facts are known, to choose a threshold on."""
+
+    inputs: Reading  # of all facts; each is an example of an input that is about none of the other facts
+    active: int  # number of active facts, the first of `inputs`
+    paraphrases: Reading  # of the active facts
+    owners: Tensor  # (paraphrases,) the active fact of each
+
+
+@dataclass(frozen=True)
 class Matcher:
     """Scores texts against facts: by their cosine or, with a comparer, by comparing them with the nearest facts."""
 
@@ -35,9 +45,10 @@ class Matcher:
     floor: float = -1.0  # smallest cosine at which the comparer looks at a fact
 
     def best(self, texts: Reading, anchors: Reading, besides_own: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns the highest score of each text and the anchor that it belongs to: (texts,) each.
+        """Returns the highest score of each text with any anchor, and the row of that anchor: (texts,) each.
 
-        With `besides_own`, the anchors are the first of the texts, and no text is compared with itself.
+        Anchors are the wordings of the active facts. With `besides_own`, they must be the first of the texts
+        themselves, and no text is compared with itself.
         """
         scores, numbers = [], []
         for start in range(0, len(texts), QUERIES_PER_BATCH):
@@ -46,8 +57,8 @@ class Matcher:
             if besides_own and start < len(anchors):
                 cosines.diagonal(start).fill_(NO_CANDIDATE)
             nearest = cosines.topk(1 if self.comparer is None else min(CANDIDATES, len(anchors)), dim=1)
-            judged = nearest.values if self.comparer is None else self._compared(part, anchors, *nearest)
-            best = judged.max(1)
+            compared = nearest.values if self.comparer is None else self._compared(part, anchors, *nearest)
+            best = compared.max(1)  # (texts, candidates) to (texts,)
             scores.append(best.values)
             numbers.append(nearest.indices.gather(1, best.indices[:, None]).squeeze(1))
         return torch.cat(scores), torch.cat(numbers)
@@ -59,6 +70,18 @@ class Matcher:
         scores = torch.full_like(cosines, NO_CANDIDATE)
         scores[rows, columns] = self.comparer.scores(texts, rows, anchors, candidates[rows, columns])
         return scores
+
+    def calibrate(self, facts: KnownFacts, false_matches: float) -> Calibration:
+        """Finds the lowest threshold at which at most this share of inputs matches a fact that is not their own."""
+        active = facts.inputs.part(slice(facts.active))
+        nearest, _ = self.best(facts.inputs, active, besides_own=True)
+        threshold = threshold_for(nearest, false_matches)
+        wrong = float((nearest >= threshold).float().mean())
+        recall = None
+        if len(facts.paraphrases):
+            scores, found = self.best(facts.paraphrases, active)
+            recall = float(((found == facts.owners) & (scores >= threshold)).float().mean())
+        return Calibration(threshold, recall, wrong, len(active))
 
 
 def threshold_for(scores: Tensor, false_matches: float) -> float:

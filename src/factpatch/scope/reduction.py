@@ -1,4 +1,4 @@
-"""A cheap preview of hidden states: their principal components, on which a comparer is trained."""
+"""Principal components of the hidden states of tokens, on which a comparer is trained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLE_TOKENS = 16_384  # number of tokens that they are computed from
 
 @dataclass(frozen=True)
 class Reduction:
-    """Reduces the standardised hidden states h of a token to their principal components: z = B (h − μ).
+    """Reduces the hidden states h of a token to the principal components of standardised states: z = B (h − μ).
 
     The training texts fit into memory only in this form, and a comparer learns faster from it.
     """
@@ -32,7 +32,8 @@ class Reduction:
         with torch.random.fork_rng(devices=[states.device] if states.is_cuda else []):  # a randomised algorithm
             torch.manual_seed(seed)
             _, lengths, directions = torch.pca_lowrank((states - mean) / scale, kept, center=False)
-        typical = (lengths.square().mean() / len(states)).sqrt().clamp_min(1e-6)  # makes the components about 1
+        # Dividing by their typical size gives the components a mean square of 1.
+        typical = (lengths.square().mean() / len(states)).sqrt().clamp_min(1e-6)
         return cls(mean, directions.T / (scale * typical))
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -40,7 +41,10 @@ class Reduction:
         return (states - self.mean) @ self.basis.T
 
     def folded_into(self, comparer: Comparer) -> Comparer:
-        """Changes a comparer of reduced states to one that reads the hidden states themselves."""
+        """Changes a comparer of reduced states so that it reads the hidden states themselves, and returns it.
+
+        W (B (h − μ)) + b becomes (W B) h + (b − W B μ).
+        """
         reduced = comparer.project
         full = nn.Linear(len(self.mean), len(reduced.bias), device=self.mean.device)
         full.weight.data = reduced.weight.data @ self.basis

@@ -23,12 +23,13 @@ from factpatch.models import TaskModel
 from factpatch.scope.comparer import Comparer
 from factpatch.scope.features import States, spread_layers, text_features, text_states
 from factpatch.scope.learning import Report, learn
-from factpatch.scope.matching import Calibration, Matcher, threshold_for
+from factpatch.scope.matching import Calibration, KnownFacts, Matcher, threshold_for
 from factpatch.scope.reading import Reading, collect
 from factpatch.scope.training import ScopeConfig
 
 FORMAT = "factpatch-scope-2"
 COSINE_FORMAT = "factpatch-scope-1"  # of a scope without a comparer
+ACTIVE_FACTS = 1024  # maximum number of facts that are active when a threshold is chosen
 Fact = FactEdit | str | Sequence[str]  # an edit, its input, or its input followed by known paraphrases
 
 
@@ -72,7 +73,10 @@ class Scope:
         config: ScopeConfig | None = None,
         report: Report = lambda stage, share: None,
     ) -> Self:
-        """Learns projection and comparer from revisions with paraphrases, and the threshold on held-out ones."""
+        """Learns projection and comparer from revisions with paraphrases, and the threshold on held-out ones.
+
+        The comparer is kept only if it recognises more of the held-out paraphrases than the cosine alone does.
+        """
         config = config or ScopeConfig()
         order = hash_shuffled([r for r in revisions if _paraphrases(r)], config.seed)[: config.facts + config.held_out]
         held_out = min(config.held_out, len(order) // 5)
@@ -82,7 +86,9 @@ class Scope:
         layers = spread_layers(model)
         learned = learn(model, texts, layers, config, report)
         scope = cls(model, layers, learned.mean, learned.scale, learned.projection, learned.matcher)
-        scope.calibrate(order[:held_out], config.false_matches)
+        known = scope._known_facts(order[:held_out])
+        choices = [(m, m.calibrate(known, config.false_matches)) for m in (Matcher(), learned.matcher)]
+        scope.matcher, scope.calibration = max(choices, key=lambda choice: choice[1].recall or 0)  # the first of equals
         return scope
 
     @classmethod
@@ -104,29 +110,29 @@ class Scope:
             raise InputError("this scope has no threshold yet; call its calibrate method first")
         return self.calibration
 
-    def calibrate(self, revisions: Sequence[Revision], false_matches: float = 0.005, facts: int = 1024) -> Calibration:
+    def calibrate(
+        self, revisions: Sequence[Revision], false_matches: float = 0.005, facts: int = ACTIVE_FACTS
+    ) -> Calibration:
         """Chooses the lowest threshold at which at most this share of inputs matches a fact that is not their own.
 
         Up to `facts` of the revisions are active together. Each input of a revision is compared with all active facts
         but its own, and each paraphrase with all of them. The more facts are active, the higher the threshold must be.
         """
-        active = list({normalize(r.input): r for r in revisions}.values())  # one fact for each input
-        if len(active) < 2:
-            raise InputError(f"expected at least two different facts to calibrate a scope, found {len(active)}")
-        inputs = self.read([r.input for r in active])
-        anchors = inputs.part(slice(facts))
-        nearest, _ = self.matcher.best(inputs, anchors, besides_own=True)
-        threshold = threshold_for(nearest, false_matches)
-        owners = [n for n, r in enumerate(active[:facts]) for _ in _paraphrases(r)]
-        recall = None
-        if owners:
-            paraphrases = self.read([text for r in active[:facts] for text in _paraphrases(r)])
-            scores, found = self.matcher.best(paraphrases, anchors)
-            right = found == torch.tensor(owners, device=found.device)
-            recall = float((right & (scores >= threshold)).float().mean())
-        wrong = float((nearest >= threshold).float().mean())
-        self.calibration = Calibration(threshold, recall, wrong, len(anchors))
+        self.calibration = self.matcher.calibrate(self._known_facts(revisions, facts), false_matches)
         return self.calibration
+
+    def _known_facts(self, revisions: Sequence[Revision], active: int = ACTIVE_FACTS) -> KnownFacts:
+        """Reads revisions to calibrate on; up to `active` of them are active."""
+        different = list({normalize(r.input): r for r in revisions}.values())  # one fact for each input
+        if len(different) < 2:
+            raise InputError(f"expected at least two different facts to calibrate a scope, found {len(different)}")
+        texts = [(number, text) for number, r in enumerate(different[:active]) for text in _paraphrases(r)]
+        return KnownFacts(
+            inputs=self.read([r.input for r in different]),
+            active=min(active, len(different)),
+            paraphrases=self.read([text for _, text in texts]),
+            owners=torch.tensor([number for number, _ in texts], dtype=torch.long, device=self.model.device),
+        )
 
     def calibrate_index(self, others: Sequence[str], false_matches: float = 0.005) -> Calibration:
         """Chooses the threshold for the active facts: at most this share of `others` may match one of them.
