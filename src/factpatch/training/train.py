@@ -30,7 +30,7 @@ from factpatch.training.together import merged_at
 from factpatch.training.validation import Validator, score_of
 
 FINAL_SHARE = 0.1  # maximum share of the time for the measurement at the end, in runs limited by minutes
-ENOUGH_STEPS, ENOUGH_SUCCESS = 50, 0.5  # an editor below either of them does not count as trained
+ENOUGH_STEPS, ENOUGH_SUCCESS = 100, 0.5  # an editor below either of them does not count as trained
 
 
 @dataclass(frozen=True)
