@@ -31,7 +31,7 @@ class Calibration:
 class KnownFacts:
     """Texts whose facts are known, to choose a threshold on."""
 
-    inputs: Reading  # of all facts; each is an example of an input that is about none of the other facts
+    inputs: Reading  # of all facts, and others; each is an example of an input that is about none of the other facts
     active: int  # number of active facts, the first of `inputs`
     paraphrases: Reading  # of the active facts
     owners: Tensor  # (paraphrases,) the active fact of each

@@ -25,11 +25,13 @@ from factpatch.scope.features import States, spread_layers, text_features, text_
 from factpatch.scope.learning import Report, learn
 from factpatch.scope.matching import Calibration, KnownFacts, Matcher, threshold_for
 from factpatch.scope.reading import Reading, collect
+from factpatch.scope.same_subject import made_up_questions
 from factpatch.scope.training import ScopeConfig
 
 FORMAT = "factpatch-scope-2"
 COSINE_FORMAT = "factpatch-scope-1"  # of a scope without a comparer
 ACTIVE_FACTS = 1024  # maximum number of facts that are active when a threshold is chosen
+SAME_SUBJECT_INPUTS = 0.1  # share of made-up questions about active subjects among the inputs that it is chosen on
 Fact = FactEdit | str | Sequence[str]  # an edit, its input, or its input followed by known paraphrases
 
 
@@ -75,7 +77,9 @@ class Scope:
     ) -> Self:
         """Learns projection and comparer from revisions with paraphrases, and the threshold on held-out ones.
 
-        The comparer is kept only if it recognises more of the held-out paraphrases than the cosine alone does.
+        The comparer is kept only if it recognises more of the held-out paraphrases than the cosine alone does. If the
+        revisions name their subjects and relations, other questions about the same subjects are made up: to learn
+        from, and as a tenth of the inputs that should match no fact.
         """
         config = config or ScopeConfig()
         order = hash_shuffled([r for r in revisions if _paraphrases(r)], config.seed)[: config.facts + config.held_out]
@@ -84,9 +88,10 @@ class Scope:
             raise InputError(f"expected at least 10 facts with paraphrases to train a scope, found {len(order)}")
         texts = [[r.input, *_paraphrases(r, config.paraphrases)] for r in order[held_out:]]
         layers = spread_layers(model)
+        texts += made_up_questions(order[held_out:], texts, round(config.same_subject * len(texts)), config.seed)
         learned = learn(model, texts, layers, config, report)
         scope = cls(model, layers, learned.mean, learned.scale, learned.projection, learned.matcher)
-        known = scope._known_facts(order[:held_out])
+        known = scope._known_facts(order[:held_out], others=_same_subject_inputs(order[:held_out], config))
         choices = [(m, m.calibrate(known, config.false_matches)) for m in (Matcher(), learned.matcher)]
         scope.matcher, scope.calibration = max(choices, key=lambda choice: choice[1].recall or 0)  # the first of equals
         return scope
@@ -121,14 +126,16 @@ class Scope:
         self.calibration = self.matcher.calibrate(self._known_facts(revisions, facts), false_matches)
         return self.calibration
 
-    def _known_facts(self, revisions: Sequence[Revision], active: int = ACTIVE_FACTS) -> KnownFacts:
-        """Reads revisions to calibrate on; up to `active` of them are active."""
+    def _known_facts(
+        self, revisions: Sequence[Revision], active: int = ACTIVE_FACTS, others: Sequence[str] = ()
+    ) -> KnownFacts:
+        """Reads revisions to calibrate on; up to `active` of them are active. `others` are about none of them."""
         different = list({normalize(r.input): r for r in revisions}.values())  # one fact for each input
         if len(different) < 2:
             raise InputError(f"expected at least two different facts to calibrate a scope, found {len(different)}")
         texts = [(number, text) for number, r in enumerate(different[:active]) for text in _paraphrases(r)]
         return KnownFacts(
-            inputs=self.read([r.input for r in different]),
+            inputs=self.read([*(r.input for r in different), *others]),
             active=min(active, len(different)),
             paraphrases=self.read([text for _, text in texts]),
             owners=torch.tensor([number for number, _ in texts], dtype=torch.long, device=self.model.device),
@@ -250,6 +257,13 @@ class Scope:
 
 def _paraphrases(revision: Revision, most: int | None = None) -> list[str]:
     return [*revision.rephrases[:most], *revision.human_rephrases[:most]]
+
+
+def _same_subject_inputs(held_out: Sequence[Revision], config: ScopeConfig) -> list[str]:
+    """Makes up other questions about the subjects of held-out facts, as many as `SAME_SUBJECT_INPUTS` says."""
+    count = round(len(held_out) * SAME_SUBJECT_INPUTS / (1 - SAME_SUBJECT_INPUTS)) if config.same_subject else 0
+    texts = [[r.input, *_paraphrases(r)] for r in held_out]
+    return [wordings[0] for wordings in made_up_questions(held_out, texts, count, config.seed)]
 
 
 def _wordings(fact: Fact) -> list[str]:

@@ -25,6 +25,7 @@ class ScopeConfig:
     learning_rate: float = 1e-3
     paraphrases: int = 3  # per fact, of each kind
     facts: int = 20_000  # maximum number to train on
+    same_subject: float = 0.5  # made-up questions about the subjects of facts to train on, per fact
     held_out: int = 1024  # maximum number of held-out facts, on which the threshold is chosen
     false_matches: float = 0.005  # share of other inputs that may match an active fact
     seed: int = 0
@@ -38,6 +39,8 @@ class ScopeConfig:
         for name in ("dimensions", "steps", "seeds_per_step", "neighbours", "paraphrases", "facts", "held_out"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if not 0 <= self.same_subject <= 1:
+            raise InputError(f"same_subject must be from 0 to 1, found {self.same_subject}")
         if not 0 <= self.false_matches < 1:
             raise InputError(f"false_matches must be at least 0 and below 1, found {self.false_matches}")
 
