@@ -72,7 +72,8 @@ def _floor(reading: Reading, wordings: Sequence[range]) -> float:
     originals = torch.tensor([texts[0] for texts in wordings for _ in texts[1:]], device=reading.vectors.device)
     paraphrases = torch.tensor([text for texts in wordings for text in texts[1:]], device=reading.vectors.device)
     cosines = (reading.vectors[originals] * reading.vectors[paraphrases]).sum(-1).sort().values
-    return NEW_TEXTS * float(cosines[int(RARE * len(cosines))])
+    lowest = float(cosines[int(RARE * len(cosines))])
+    return min(lowest, NEW_TEXTS * lowest)  # a negative cosine would be raised by the factor
 
 
 def _reported(batches: Iterator[States], count: int, report: Report) -> Iterator[States]:
