@@ -1,4 +1,4 @@
-"""The comparer: a small network that decides whether two texts say the same, from the hidden states of their tokens."""
+"""The comparer: a small network that decides whether two texts state the same fact, from their tokens' states."""
 
 from __future__ import annotations
 

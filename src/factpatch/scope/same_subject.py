@@ -1,8 +1,9 @@
 """Makes up questions that ask something else about the subject of a fact.
 
-In data with hardly ever two facts about one subject, such as zsRE, a text and its fact can be matched by the subject
-alone. A scope trained on it would also match "What does X do?" to the fact "Where was X born?". Made-up questions show
-it the difference: the wordings of a fact of another relation, with this subject in the place of their own.
+In data that rarely has two facts about one subject, such as zsRE, a text can be matched to its fact by the subject
+alone. A scope trained on such data would also match "What does X do?" to the fact "Where was X born?". Made-up
+questions show it the difference: the wordings of a fact of another relation, with this subject in the place of their
+own.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class HasSubject(Protocol):
 def made_up_questions(
     facts: Sequence[HasSubject], texts: Sequence[Sequence[str]], count: int, seed: int
 ) -> list[list[str]]:
-    """Makes up to `count` questions about different subjects of facts, and returns the wordings of each.
+    """Invents at most `count` questions, each about another subject, and returns two or more wordings of each.
 
-    `texts` holds the wordings of each fact. Every question has two or more. No question asks what a fact about the same
-    subject asks. Facts that do not name their subject and relation are not used; without others, the result is empty.
+    `texts` holds the wordings of each fact. No question asks what a fact about the same subject asks. Facts without a
+    subject or relation are skipped; if none are left, the result is empty.
     """
     templates: list[tuple[str, str, list[str]]] = []  # subject, relation, and the wordings that contain the subject
     for fact, wordings in zip(facts, texts, strict=True):

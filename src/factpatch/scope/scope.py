@@ -31,7 +31,7 @@ from factpatch.scope.training import ScopeConfig
 FORMAT = "factpatch-scope-2"
 COSINE_FORMAT = "factpatch-scope-1"  # of a scope without a comparer
 ACTIVE_FACTS = 1024  # maximum number of facts that are active when a threshold is chosen
-SAME_SUBJECT_INPUTS = 0.1  # share of made-up questions about active subjects among the inputs that it is chosen on
+SAME_SUBJECT_INPUTS = 0.1  # share of made-up questions among the inputs that a threshold is chosen on
 Fact = FactEdit | str | Sequence[str]  # an edit, its input, or its input followed by known paraphrases
 
 
@@ -78,8 +78,8 @@ class Scope:
         """Learns projection and comparer from revisions with paraphrases, and the threshold on held-out ones.
 
         The comparer is kept only if it recognises more of the held-out paraphrases than the cosine alone does. If the
-        revisions name their subjects and relations, other questions about the same subjects are made up: to learn
-        from, and as a tenth of the inputs that should match no fact.
+        revisions name their subjects and relations, other questions about the same subjects are made up, both for
+        training and as at most a tenth of the inputs that the threshold is chosen on.
         """
         config = config or ScopeConfig()
         order = hash_shuffled([r for r in revisions if _paraphrases(r)], config.seed)[: config.facts + config.held_out]

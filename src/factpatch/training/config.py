@@ -64,7 +64,7 @@ class TrainConfig:
     wordings: int = 1  # wordings per fact that are edited and serve as control inputs: its own, and some paraphrases
     label_smoothing: float = 0.0  # of the edit loss
     targets: tuple[str, ...] = ("beam",)  # kinds of answers to edit to, drawn with equal chance: see data/targets.py
-    ridge: float | None = None  # λ of the least-squares form of updates; None leaves updates as they are, as do merges
+    ridge: float | None = None  # λ of the least-squares form of updates; None: plain updates; ignored by merges
     shrinkage: float = SHRINKAGE  # of the covariance in that form; larger values generalise better to paraphrases
     updates: int = 1  # updates per edit, each computed on the model as the previous one left it
     together: int = 1  # edits that each step merges into one patch; a value above 1 also sets `edits`

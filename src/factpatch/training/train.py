@@ -77,7 +77,7 @@ class Train(Run):
             self.editor = find_method(config.method).load_class().for_model(model, config.editor, config.layers)
         self.init = hash_tensors(self.editor.state_dict()) if init else None
         if config.together > 1:
-            self.editor.least_squares = None  # of an editor to start from: the merge takes its place
+            self.editor.least_squares = None  # an editor given by --init may have one; the merge replaces it
             self.editor.learn_ridge()
         self.network = self.editor
         self.best = copy_of(self.editor)
