@@ -9,14 +9,13 @@ import argparse
 import time
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from factpatch import bench, constraints, engine
 from factpatch.device import find_device
 from factpatch.editors.registry import find_method
 from factpatch.models import TaskModel
-from factpatch.models.gpu import FrozenLayerNorm
+from factpatch.models.gpu import FrozenNorm
 from factpatch.processes import accelerator_on
 from factpatch.training import TrainConfig
 from factpatch.training.objective import Objective
@@ -73,8 +72,8 @@ def leave_out(names: list[str], model: TaskModel) -> None:
         model.model.set_attn_implementation("sdpa")
     if "norm" in names:
         for module in model.model.modules():
-            if type(module) is FrozenLayerNorm:
-                module.__class__ = nn.LayerNorm
+            if isinstance(module, FrozenNorm):
+                module.__class__ = type(module).__bases__[1]  # the norm's own class
     if "product" in names:
         engine._has_kernel = lambda layer, x, factor: False
     if "divergence" in names:

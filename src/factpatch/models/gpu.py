@@ -31,27 +31,32 @@ def use_gpu_kernels(model: PreTrainedModel) -> None:
         return
     for module in model.modules():
         if type(module) is nn.LayerNorm and module.bias is not None and len(module.normalized_shape) == 1:
-            module.__class__ = FrozenLayerNorm
-        elif is_rms_norm(module):
-            module.__class__ = frozen_rms_norm(type(module))
+            module.__class__ = frozen_norm(nn.LayerNorm)
+        elif is_rms_norm(module) and not isinstance(module, FrozenNorm):
+            module.__class__ = frozen_norm(type(module))
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("short")
 
 
-class FrozenLayerNorm(nn.LayerNorm):
-    """A LayerNorm that uses our kernel while its weights are frozen."""
+class FrozenNorm(nn.Module):
+    """A norm that uses our kernel while its weights are frozen. `frozen_norm` combines it with the norm's own class."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        if not _can_normalise(self, input):
-            return super().forward(input)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        frozen = not self.weight.requires_grad and not torch.compiler.is_compiling()
+        fits = hidden_states.shape[-1] <= WIDEST_NORM and hidden_states.dtype == self.weight.dtype
+        if not (frozen and fits and kernels_support(hidden_states)):
+            return super().forward(hidden_states)
         from factpatch.kernels.norm import Norm
 
-        return Norm.apply(input, self.weight, self.bias, self.eps)
+        centred = isinstance(self, nn.LayerNorm)
+        bias, epsilon = (self.bias, self.eps) if centred else (None, self.variance_epsilon)
+        return Norm.apply(hidden_states, self.weight, bias, epsilon)
 
 
-def _can_normalise(module: nn.Module, x: Tensor) -> bool:
-    frozen = not module.weight.requires_grad and not torch.compiler.is_compiling()
-    return frozen and x.shape[-1] <= WIDEST_NORM and x.dtype == module.weight.dtype and kernels_support(x)
+@cache
+def frozen_norm(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns a subclass of a layer norm or an RMS norm that is a FrozenNorm."""
+    return type("FrozenNorm", (FrozenNorm, kind), {})
 
 
 def is_rms_norm(module: nn.Module) -> bool:
@@ -67,21 +72,6 @@ def is_rms_norm(module: nn.Module) -> bool:
         found = module(x)
         expected = x.float() * (x.float().square().mean() + epsilon).rsqrt() * weight.float()
     return found.shape == x.shape and torch.allclose(found.float(), expected, rtol=1e-2, atol=1e-4)
-
-
-@cache
-def frozen_rms_norm(kind: type[nn.Module]) -> type[nn.Module]:
-    """Returns a subclass of an RMS norm that uses our kernel while its weights are frozen."""
-
-    class FrozenRMSNorm(kind):
-        def forward(self, hidden_states: Tensor) -> Tensor:
-            if not _can_normalise(self, hidden_states):
-                return super().forward(hidden_states)
-            from factpatch.kernels.norm import Norm
-
-            return Norm.apply(hidden_states, self.weight, None, self.variance_epsilon)
-
-    return FrozenRMSNorm
 
 
 @torch.compiler.disable

@@ -26,7 +26,7 @@ TOKENS_PER_TEXT = 8  # low estimate
 
 @dataclass(frozen=True)
 class Learned:
-    """What `learn` returns, named as in `Scope`."""
+    """The parts of a scope that `learn` returns, named as in `Scope`."""
 
     mean: Tensor  # (features,)
     scale: Tensor  # (features,)

@@ -1,4 +1,4 @@
-"""What a scope keeps of a text: one vector to find similar facts, and a short vector per token to compare them."""
+"""A scope's record of a text: one vector to find similar facts, and a short vector per token to compare them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from factpatch.scope.features import States
 
 @dataclass(frozen=True)
 class Reading:
-    """What a scope keeps of several texts. The tokens of all texts are stored one after the other, without padding."""
+    """A scope's record of several texts. The tokens of all texts are stored one after the other, without padding."""
 
     vectors: Tensor  # (texts, dimensions), of length 1
     tokens: Tensor  # (all tokens, width); a scope without a comparer needs none and keeps width 0
