@@ -21,8 +21,9 @@ from factpatch.evaluation.measure import Examiner
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.facts import FactEdit
 from factpatch.metrics import Outcome, intervals, summary, value_names, wilson
-from factpatch.models import Causal, Seq2Seq, TaskModel, causal
+from factpatch.models import Causal, Seq2Seq, TaskModel
 from factpatch.models.base import TOKENS_PER_BATCH
+from factpatch.models.text import NEAR_TIE
 
 X = Revision(
     "1",
@@ -291,7 +292,7 @@ def test_neighbours_are_asked_and_predicted_anew() -> None:
 @pytest.fixture
 def small_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of tiny random models are all close to each other."""
-    monkeypatch.setitem(causal.NEAR_TIE, "cpu", 1e-4)
+    monkeypatch.setitem(NEAR_TIE, "cpu", 1e-4)
 
 
 @pytest.mark.parametrize("name", tiny.DECODERS)
@@ -328,6 +329,67 @@ def test_answers_are_confirmed_by_one_forward_pass(name: str, monkeypatch: pytes
             changed += sum(answer != r.prediction for answer, r in zip(theirs.says_others, known, strict=True))
     assert changed
     assert counts["confirmed"][0] < counts["generated"][0]
+
+
+@pytest.mark.parametrize("name", tiny.SEQ2SEQS)
+def test_beam_search_is_spared_for_answers_that_are_certain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers are those of the search, which runs for uncertain and changed ones only."""
+    model = confident(name)
+    known = predicted_now(model, revisions(model, 24))
+    edits = editable(model, known)[:3]
+    changes = loud_editor(model).changes(model, [edit_of(revision) for revision in edits])
+    searched: list[int] = []
+    decide = model.decide
+    monkeypatch.setattr(model, "decide", lambda rows, **kw: (searched.append(len(rows)), decide(rows, **kw))[1])
+    examiner, searching = (Examiner(model, known, len(edits)) for _ in range(2))
+    searching.answers = searching.targets = None
+    searching._make_batches()
+    changed = 0
+    for scale in (0.0, 0.01, 1.0):
+        scaled_changes = {name: scaled(change, scale) for name, change in changes.items()}
+        found = examiner.examine(scaled_changes, edits)
+        confirmed, searched[:] = sum(searched), []
+        reference = searching.examine(scaled_changes, edits)
+        assert confirmed < sum(searched) or scale == 1
+        searched.clear()
+        for ours, theirs in zip(found, reference, strict=True):
+            assert ours.says_others == theirs.says_others
+            assert ours.outcome == theirs.outcome
+            changed += sum(answer != r.prediction for answer, r in zip(theirs.says_others, known, strict=True))
+    assert changed
+
+
+def confident(name: str) -> Seq2Seq:
+    """A tiny model with sharp predictions, which answers with the most likely sequence."""
+    model = tiny.build(name)
+    assert isinstance(model, Seq2Seq)
+    model.fit_answers(5)
+    head = model._head
+    head.weight = torch.nn.Parameter(head.weight.detach() * 40, requires_grad=False)  # no longer the input embeddings
+    return model
+
+
+def test_answers_that_beam_search_may_not_find() -> None:
+    """Another token, no end, an answer that is less likely than a deviation, and a bonus for length."""
+    model = confident("bart")
+    encoded = model.encode(["paris is", "what river", "euro people of"])
+    found = model.answers_to_confirm(encoded)
+    assert found is not None
+    tokens = [ids for _, ids in found]
+    assert [text for text, _ in found] == model.predict(["paris is", "what river", "euro people of"])
+
+    def confirmed(labels: list[list[int]]) -> list[bool]:
+        rows = model.collate(encoded, labels).at_targets()
+        return model.still_answers(rows, model.features(rows)).tolist()
+
+    certain = confirmed(tokens)
+    assert any(certain)
+    sure = certain.index(True)
+    for wrong in ([tokens[sure][0], tokens[sure][1] + 1, *tokens[sure][2:]], tokens[sure][:-1]):
+        labels = [wrong if i == sure else ids for i, ids in enumerate(tokens)]
+        assert not confirmed(labels)[sure]
+    model.generation.length_penalty = 1.0
+    assert model.answers_to_confirm(encoded) is None
 
 
 @pytest.mark.usefixtures("small_ties")

@@ -18,14 +18,19 @@ def padded_lists(lists: Sequence[Sequence[Entry]]) -> list[list[Entry]]:
 
 
 def edit_major_batches(
-    model: TaskModel, texts: Sequence[Sequence[str]], parts: int
+    model: TaskModel, encoded: Sequence[Sequence[Encoded]], parts: int
 ) -> Iterator[tuple[list[tuple[int, int]], list[Encoded]]]:
-    """Encodes equally many texts for each edit. Yields batches, with the edit and the index of each text.
+    """Yields batches of equally many texts for each edit, with the edit and the index of each text.
 
     `parts` divides batches that do not fit into memory.
     """
-    columns = [model.encode(column, model.max_input_tokens) for column in zip(*texts, strict=True)]
-    lengths = [max(len(one["input_ids"]) for one in column) * len(texts) * parts for column in columns]
+    columns = list(zip(*encoded, strict=True))
+    lengths = [max(len(one["input_ids"]) for one in column) * len(encoded) * parts for column in columns]
     for batch in model.batches(lengths):
-        places = [(edit, index) for edit in range(len(texts)) for index in batch]
+        places = [(edit, index) for edit in range(len(encoded)) for index in batch]
         yield places, [columns[index][edit] for edit, index in places]
+
+
+def encode_lists(model: TaskModel, texts: Sequence[Sequence[str]]) -> list[list[Encoded]]:
+    """Encodes the texts of each edit; texts too long for the model are truncated."""
+    return [model.encode(own, model.max_input_tokens) for own in texts]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from factpatch.data.revisions import Revision, edit_of
-from factpatch.evaluation.batches import edit_major_batches, padded_lists
+from factpatch.evaluation.batches import edit_major_batches, encode_lists, padded_lists
 from factpatch.models import TaskModel
 from factpatch.models.forced import token_accuracy
 
@@ -28,7 +28,8 @@ def forced_accuracies(model: TaskModel, groups: Sequence[Sequence[Revision]], pa
     asked = padded_lists(
         [[(r, text) for r in group for text in (r.input, *r.rephrases, *r.human_rephrases)] for group in groups]
     )
-    for places, encoded in edit_major_batches(model, [[text for _, text in pairs] for pairs in asked], parts):
+    texts = encode_lists(model, [[text for _, text in pairs] for pairs in asked])
+    for places, encoded in edit_major_batches(model, texts, parts):
         targets = model.encode_targets([edit_of(asked[edit][index][0]).a for edit, index in places])
         shares = token_accuracy(model, model.collate(encoded, targets)).tolist()
         for (edit, index), share in zip(places, shares, strict=True):

@@ -19,12 +19,12 @@ from factpatch.deltas import Delta
 from factpatch.editors import EditMethod
 from factpatch.engine import edited
 from factpatch.errors import InputError
-from factpatch.evaluation.batches import edit_major_batches, padded_lists
+from factpatch.evaluation.batches import edit_major_batches, encode_lists, padded_lists
 from factpatch.evaluation.forced import forced_accuracies
 from factpatch.evaluation.outcomes import ControlInputs, outcome
 from factpatch.metrics import Outcome
 from factpatch.models import Rows, TaskModel
-from factpatch.models.rows import POSITIONS_PER_BATCH, in_batches
+from factpatch.models.rows import POSITIONS_PER_BATCH, Encoded, in_batches
 
 
 def predicted_now(model: TaskModel, revisions: Sequence[Revision]) -> list[Revision]:
@@ -114,7 +114,7 @@ class Examiner:
         self.edits = edits
         self.parts = 1  # by which batches are divided to fit the device's memory
         self.encoded = model.encode([other.input for other in others], model.max_input_tokens)
-        self.others = others
+        self.by_length = sorted(range(len(others)), key=lambda i: len(self.encoded[i]["input_ids"]))
         self.controls = ControlInputs(others)
         self.answers = model.answers_to_confirm(self.encoded)
         self.targets: list[Any] | None = None
@@ -167,7 +167,7 @@ class Examiner:
     def _examine(self, changes: Mapping[str, Delta], groups: Sequence[Sequence[Revision]]) -> list[list[Examined]]:
         texts = [[text for revision in group for text in measured_texts(revision)] for group in groups]
         with edited(self.model.layers, changes):
-            answers = _answer_each(self.model, texts, self.parts)
+            answers = _answer_each(self.model, encode_lists(self.model, texts), self.parts)
             forced = forced_accuracies(self.model, groups, self.parts) if self.scores else [{}] * len(groups)
             answered = [self._ask(batch, len(groups)) for batch in self.batches]
             says_others = self._complete(
@@ -217,9 +217,9 @@ class Examiner:
         `by_batch` has each edit's answers in the order of the batches.
         """
         texts = [[answers[i] for i in self.position] for answers in by_batch]
-        missing = [[i for i, text in enumerate(answers) if text is None] for answers in texts]
+        missing = [[i for i in self.by_length if answers[i] is None] for answers in texts]
         if any(missing):
-            asked = [[self.others[i].input for i in own or [0]] for own in missing]  # at least one of each edit
+            asked = [[self.encoded[i] for i in own or self.by_length[:1]] for own in missing]  # at least one of each
             for answers, own, searched in zip(texts, missing, _answer_each(self.model, asked, self.parts), strict=True):
                 for i, text in zip(own, searched, strict=False):
                     answers[i] = text
@@ -260,12 +260,12 @@ class Examiner:
         return score, mean_over_tokens(divergences)
 
 
-def _answer_each(model: TaskModel, texts: list[list[str]], parts: int) -> list[list[str]]:
+def _answer_each(model: TaskModel, encoded: list[list[Encoded]], parts: int) -> list[list[str]]:
     """Answers the texts of each edit."""
-    asked = padded_lists(texts)
+    asked = padded_lists(encoded)
     answers = [[""] * len(row) for row in asked]
-    for places, encoded in edit_major_batches(model, asked, parts):
-        decided = model.decide(model.collate(encoded), edits=len(texts))
+    for places, batch in edit_major_batches(model, asked, parts):
+        decided = model.decide(model.collate(batch), edits=len(asked))
         for (edit, index), ranked in zip(places, decided, strict=True):
             answers[edit][index] = ranked[0]
-    return [row[: len(own)] for row, own in zip(answers, texts, strict=True)]
+    return [row[: len(own)] for row, own in zip(answers, encoded, strict=True)]

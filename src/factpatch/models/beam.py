@@ -58,6 +58,12 @@ def gives_probabilities(config: GenerationConfig) -> bool:
     return supports(config) and config.forced_bos_token_id is None and not config.renormalize_logits
 
 
+def finds_most_likely(config: GenerationConfig) -> bool:
+    """Returns True if an answer that is certain to stay among the beams wins by its log-probability alone."""
+    is_exhaustive = config.early_stopping is not True and (config.num_beams or 1) > 1
+    return supports(config) and not config.renormalize_logits and length_penalty(config) == 0 and is_exhaustive
+
+
 @dataclass
 class _Beams:
     """The state of the rows that are still in the batch; B rows with K beams each."""

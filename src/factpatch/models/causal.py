@@ -24,8 +24,6 @@ from factpatch.models.stopping import Stops, cut
 from factpatch.models.template import Template
 from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
 
-# Differences of two logits that rounding may reverse: in float32 on a CPU, and with the products of a GPU.
-NEAR_TIE = {"cpu": 1e-3, "cuda": 0.05}
 SETTINGS = "decoder.json"  # in the model's folder: the template and the maximum length of an answer
 
 
@@ -237,7 +235,7 @@ class Causal(TextModel):
         is_first = torch.cat([row.new_ones(1), row.diff()]) > 0  # of its row
         certain = torch.empty_like(is_first)
         banned = self._stops.to(self.device).first
-        near_tie = NEAR_TIE["cpu" if self.device.type == "cpu" and features.dtype == torch.float32 else "cuda"]
+        near_tie = self.near_tie(features)
         for start in range(0, len(labels), POSITIONS_PER_BATCH):
             part = slice(start, start + POSITIONS_PER_BATCH)
             at_first = is_first[part].nonzero(), banned

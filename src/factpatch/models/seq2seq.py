@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
-from factpatch.models.beam import beam_search, gives_probabilities, length_penalty, supports
+from factpatch.models.beam import beam_search, finds_most_likely, gives_probabilities, length_penalty, supports
 from factpatch.models.decoding import EncoderDecoderSteps
-from factpatch.models.rows import NO_TARGET, Encoded, Rows, in_batches, padded
+from factpatch.models.rows import NO_TARGET, POSITIONS_PER_BATCH, Encoded, Rows, in_batches, padded
 from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
 
 # Generation settings that do not affect the answers, because they change only speed or output or are overridden below.
@@ -102,6 +102,57 @@ class Seq2Seq(TextModel):
         generation.num_return_sequences = count
         ids = self.model.generate(**rows.inputs, generation_config=generation)
         return ids, torch.full((len(ids),), float("nan"))
+
+    @torch.no_grad()
+    def answers_to_confirm(self, encoded: Sequence[Encoded]) -> list[tuple[str, list[int]]] | None:
+        if not finds_most_likely(self.generation):
+            return None
+        found: list[tuple[str, list[int]]] = [("", [])] * len(encoded)
+        for batch in self.batches([len(one["input_ids"]) for one in encoded]):
+            sequences = self._search(self.collate([encoded[i] for i in batch]), 1, edits=1)[0].tolist()
+            for i, text, ids in zip(batch, self._decoded(sequences), sequences, strict=True):
+                found[i] = text, self._until_end(ids[1:])
+        return found
+
+    def _until_end(self, ids: list[int]) -> list[int]:
+        end = self.generation.eos_token_id
+        return ids[: ids.index(end) + 1] if end in ids else ids
+
+    @torch.no_grad()
+    def still_answers(self, rows: Rows, features: Tensor) -> Tensor:
+        """Returns for each row whether beam search is certain to find its label: (rows,).
+
+        It is if the label is more likely than each of its deviations: its first tokens, up to any position, followed by
+        another token. A sequence is at most as likely as its beginning, so nothing else can win, and the beams always
+        hold the label. Near ties do not count: rounding decides them.
+        """
+        assert rows.labels is not None
+        assert rows.target_positions is not None
+        labels = rows.target_labels
+        banned = torch.tensor([word[0] for word in self.generation.bad_words_ids or []], device=self.device).long()
+        own = torch.zeros(rows.labels.numel(), device=self.device)  # log-probabilities of the label's tokens
+        other = torch.full_like(own, float("-inf"))  # and of the best other token in their place
+        for start in range(0, len(labels), POSITIONS_PER_BATCH):
+            part = slice(start, start + POSITIONS_PER_BATCH)
+            positions, tokens = rows.target_positions[part], labels[part, None]
+            scores = self.scores(features[part])
+            norms = scores.logsumexp(-1)
+            own[positions] = scores.gather(1, tokens).squeeze(1) - norms
+            scores = scores.scatter(1, tokens, float("-inf")).index_fill_(1, banned, float("-inf"))
+            other[positions] = scores.amax(-1) - norms
+        own, other = own.view_as(rows.labels), other.view_as(rows.labels)
+        for position, forced in (
+            (0, self.generation.forced_bos_token_id),
+            (self.max_answer_tokens - 1, self.generation.forced_eos_token_id),
+        ):
+            if forced is not None:  # its score is 0, and there is no other token
+                own[:, position : position + 1] = 0
+                other[:, position : position + 1] = float("-inf")
+        likelihood = own.sum(1)
+        deviations = own.cumsum(1) - own + other  # (rows, tokens)
+        has_ended = rows.labels.eq(self.generation.eos_token_id).any(1)
+        is_longest = rows.labels.ne(NO_TARGET).sum(1) == self.max_answer_tokens
+        return (has_ended | is_longest) & likelihood.gt(deviations.amax(1) + self.near_tie(features))
 
     def _log_probability(self, target: list[int], sequence: list[int], score: float) -> float | None:
         """Computes a target's log-probability from the score of a sequence, or returns None if the tokens differ.

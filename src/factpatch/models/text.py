@@ -18,6 +18,8 @@ from factpatch.models.base import TaskModel
 from factpatch.models.gpu import align
 from factpatch.models.rows import NO_TARGET, Rows, selected
 
+# Differences of two scores that rounding may reverse: in float32 on a CPU, and with the products of a GPU.
+NEAR_TIE = {"cpu": 1e-3, "cuda": 0.05}
 MAX_DECODED = 200_000  # answers whose texts are cached
 MAX_ANSWER_TOKENS = 32  # unless the model's folder sets another limit
 
@@ -83,6 +85,10 @@ class TextModel(TaskModel):
         bias = getattr(self.model, "final_logits_bias", None)  # in BART and similar models
         logits = self._head(features)
         return logits if bias is None else logits + bias
+
+    def near_tie(self, features: Tensor) -> float:
+        """Returns the difference of two scores, computed from these features, that rounding may reverse."""
+        return NEAR_TIE["cpu" if self.device.type == "cpu" and features.dtype == torch.float32 else "cuda"]
 
     def losses(self, rows: Rows) -> Tensor:
         assert rows.labels is not None
