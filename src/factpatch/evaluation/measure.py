@@ -114,6 +114,7 @@ class Examiner:
         self.edits = edits
         self.parts = 1  # by which batches are divided to fit the device's memory
         self.encoded = model.encode([other.input for other in others], model.max_input_tokens)
+        self.others = others
         self.by_length = sorted(range(len(others)), key=lambda i: len(self.encoded[i]["input_ids"]))
         self.controls = ControlInputs(others)
         self.answers = model.answers_to_confirm(self.encoded)
