@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -13,6 +14,7 @@ import torch
 from conftest import QUESTIONS, Ran, loud_editor
 from samples import texts
 
+from factpatch import cli
 from factpatch.cli import common
 from factpatch.editors import Looped
 from factpatch.editors.finetune import FineTune
@@ -317,6 +319,14 @@ def test_wrong_usage_is_exit_2(edit, run) -> None:
         assert "not both" in both.err
     assert edit("--input", "x", "--target", "y", "--max-updates", "0").code == 2
     assert edit("--input", "x", "--target", "y", "--loop").code == 2
+
+
+def test_options_with_choices_and_a_placeholder_state_their_names() -> None:
+    """Some versions of typer would otherwise name them after the placeholder, such as --TASK."""
+    code = "\n".join(path.read_text(encoding="utf-8") for path in Path(cli.__file__).parent.glob("*.py"))
+    choices = re.findall(r"Literal\[[^]]*\](?: \| None)?,\s*typer\.Option\(\s*(.*?)\)", code, re.DOTALL)
+    assert len(choices) > 8
+    assert not [option for option in choices if "metavar" in option and not option.startswith('"--')]
 
 
 def test_text_in_brackets_is_shown_as_it_is(edit, run, home: Path, tmp_path: Path) -> None:

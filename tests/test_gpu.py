@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from factpatch.models.gpu import align, frozen_norm, is_rms_norm, pad_rows
 
@@ -42,8 +43,8 @@ def test_rms_norms_are_recognised_by_what_they_compute(architecture: str, norms:
 
 
 def test_a_frozen_norm_says_the_same() -> None:
-    norm = next(filter(is_rms_norm, tiny.build("llama").model.modules()))
-    x = torch.randn(3, len(norm.weight))
+    norm = LlamaRMSNorm(16)
+    x = torch.randn(3, 16)
     names, before, kind = list(norm.state_dict()), norm(x), type(norm)
     norm.__class__ = frozen_norm(kind)
     assert isinstance(norm, kind)

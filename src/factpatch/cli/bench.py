@@ -19,6 +19,7 @@ app = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_h
 Shape = Annotated[
     Literal["bert-base", "bart-base", "minilm", "marian", "smollm2", "qwen-1.5b", "llama-8b"],
     typer.Option(
+        "--shape",
         metavar="NAME",
         help="Architecture to time, with random weights: bert-base, bart-base, minilm, marian, smollm2, qwen-1.5b or "
         "llama-8b.",

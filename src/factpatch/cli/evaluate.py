@@ -66,6 +66,7 @@ def evaluate(
     targets: Annotated[
         Literal["beam", "gold", "relation", "invented"],
         typer.Option(
+            "--targets",
             metavar="KIND",
             help="Answers to edit to: beam (the model's own alternatives), gold (the correct answers, where the model "
             "is wrong), relation (answers of other facts of the same relation) or invented (made-up names).",
@@ -90,6 +91,7 @@ def evaluate(
     merge: Annotated[
         Literal["solve", "scope", "sum", "own"],
         typer.Option(
+            "--merge",
             metavar="WAY",
             help="How --together puts N facts into one model: solve (merge by least squares), scope (use each patch "
             "only for inputs about its fact), sum (add the patches) or own (a joint update, for ultraedit and memit).",
@@ -108,6 +110,7 @@ def evaluate(
     mode: Annotated[
         Literal["unedited", "sequence"],
         typer.Option(
+            "--mode",
             metavar="MODE",
             help="For --merge solve: unedited solves for each weight alone, sequence layer by layer.",
         ),

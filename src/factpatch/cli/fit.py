@@ -28,6 +28,7 @@ def fit(
     task: Annotated[
         Literal["classify", "answer"],
         typer.Option(
+            "--task",
             metavar="TASK",
             help="classify: predict labels of claims. answer: answer questions, with an encoder-decoder or a decoder.",
         ),

@@ -124,7 +124,7 @@ def list_facts(
     ledger: LedgerFile,
     status: Annotated[
         Literal["active", "removed", "replaced", "all"],
-        typer.Option(metavar="STATUS", help="Facts to list: active, removed, replaced or all."),
+        typer.Option("--status", metavar="STATUS", help="Facts to list: active, removed, replaced or all."),
     ] = "active",
     device: Device = None,
     seed: Seed = 0,

@@ -32,6 +32,7 @@ Ridge = Annotated[
 Mode = Annotated[
     Literal["unedited", "sequence"],
     typer.Option(
+        "--mode",
         metavar="MODE",
         help="unedited: solve for each weight separately, on the unedited model. sequence: solve layer by layer, "
         "which is slower but keeps more facts if the editor was not trained for merging.",
