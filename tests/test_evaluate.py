@@ -131,6 +131,7 @@ def test_every_method(
         (["--method", "finetune", "--together", "2", "--merge", "mean"], "'mean' is not one of 'solve', 'scope'"),
         (["--method", "finetune", "--scope", "x"], "only used by --together"),
         (["--method", "finetune", "--together", "2", "--scope", "x"], "only used by --merge scope"),
+        (["--method", "finetune", "--together", "2", "--false-matches", "0.1"], "only used by --together with --merge"),
         (["--method", "finetune", "--refine", 1], "only used by --together with --merge solve"),
     ],
 )

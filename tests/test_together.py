@@ -22,6 +22,7 @@ from factpatch.evaluation.summary import Summary
 from factpatch.evaluation.together import count_groups, count_joint_edits
 from factpatch.facts import normalize
 from factpatch.models import Seq2Seq, TaskModel
+from factpatch.scope import FALSE_MATCHES, Scope
 
 
 def many(model: TaskModel, count: int) -> tuple[list[Revision], list[Revision]]:
@@ -130,6 +131,26 @@ def test_another_way_of_merging_is_one_entry(tmp_path: Path, monkeypatch: pytest
     assert seen == [(2, 2, 3)] * 2
     with pytest.raises(InputError, match="no merge called 'mean'; choose one of sum"):
         Together((2,), "mean")
+
+
+@pytest.mark.parametrize(("options", "share"), [(["--false-matches", "0.4"], 0.4), ([], FALSE_MATCHES)])
+def test_the_share_of_false_matches(
+    options: list[str],
+    share: float,
+    checker: Path,
+    claims: Path,
+    tmp_path: Path,
+    run: Callable[..., Ran],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scope's threshold is chosen for it, among the inputs that the scope is fitted to."""
+    shares = []
+    calibrate = Scope.calibrate_index
+    monkeypatch.setattr(Scope, "calibrate_index", lambda own, others, s: (shares.append(s), calibrate(own, others, s)))
+    command = ["--model", checker, "--data", claims, "--method", "gradient", "--edits", 4, "--device", "cpu"]
+    ran = run("evaluate", *command, "--together", "2", "--merge", "scope", *options, "--output", tmp_path / "run")
+    assert ran.code == 0, ran.err
+    assert shares == [share] * 2
 
 
 def test_too_many_together_is_found_at_once(

@@ -107,6 +107,12 @@ def evaluate(
     scope: Annotated[
         str | None, typer.Option(help="For --merge scope: file of a trained scope. Default: an untrained scope.")
     ] = None,
+    false_matches: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=0.99, help="For --merge scope: share of --others that may match a fact. Default: 0.005."
+        ),
+    ] = None,
     mode: Annotated[
         Literal["unedited", "sequence"],
         typer.Option(
@@ -145,7 +151,7 @@ def evaluate(
     options = parse_options(setting, method, editor, select)
     sizes = parse_sizes(together)
     is_fitted = ridge is not None or needs_sample(method)
-    check_joint_options(bool(sizes), merge, others, is_fitted, scope, mode, refine)
+    check_joint_options(bool(sizes), merge, others, is_fitted, scope, false_matches, mode, refine)
     check_writable(output)
     with common.working("loading"):
         from factpatch.data.revisions import RevisionFile, hash_revisions, load_revisions
@@ -156,7 +162,8 @@ def evaluate(
         from factpatch.processes import join_processes
 
         common.prepare(seed)
-        joint = Together(sizes, merge, options=MergeOptions(mode, refine, scope)) if sizes else None
+        share = {} if false_matches is None else {"false_matches": false_matches}
+        joint = Together(sizes, merge, options=MergeOptions(mode, refine, scope, **share)) if sizes else None
         join_processes(find_device(device))  # before the model is loaded: each process has a GPU of its own
         task_model = load_model(model, device, template=template)
         bad: list[str] = []
@@ -184,7 +191,7 @@ def evaluate(
         settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed, "targets": targets}
         settings |= {"others": others} if others or joint or ridge is not None else {}
         settings |= {"ridge": ridge} if ridge is not None else {}
-        settings |= {"scope": scope, "mode": mode, "refine": refine} if joint else {}
+        settings |= {"scope": scope, "mode": mode, "refine": refine, **share} if joint else {}
         settings |= {"set": options} if options else {}
         settings |= {"sample_hash": hash_revisions(unused)} if needs_sample(method) else {}
         settings |= {"scope_hash": content_hash(scope)} if scope else {}

@@ -50,11 +50,20 @@ def check_options(
 
 
 def check_joint_options(
-    together: bool, merge: str, others: str | None, is_fitted: bool, scope: str | None, mode: str, refine: int
+    together: bool,
+    merge: str,
+    others: str | None,
+    is_fitted: bool,
+    scope: str | None,
+    false_matches: float | None,
+    mode: str,
+    refine: int,
 ) -> None:
     """Refuses options that have no effect. If the method `is_fitted` to inputs, --others has one without --together."""
     if not together and (scope or (others and not is_fitted)):
         raise typer.BadParameter("--others and --scope are only used by --together; add it, or leave them out")
+    if false_matches is not None and not (together and merge == "scope"):
+        raise typer.BadParameter("--false-matches is only used by --together with --merge scope; add these")
     if scope and merge != "scope":
         raise typer.BadParameter("--scope is only used by --merge scope; add it, or leave --scope out")
     if (refine or mode != "unedited") and not (together and merge == "solve"):

@@ -17,7 +17,7 @@ from factpatch.merging import Mode, merge
 from factpatch.models import TaskModel
 from factpatch.patch import Patch, stack_patches
 from factpatch.refining import refine
-from factpatch.scope import Scope, predict_scoped
+from factpatch.scope import FALSE_MATCHES, Scope, predict_scoped
 
 Group = Sequence[Revision]
 Measure = Callable[[Examiner, Sequence[Patch], Group], list[Examined]]
@@ -31,6 +31,7 @@ class MergeOptions:
     mode: Mode = "unedited"  # see `merge`
     refine: int = 0  # gradient steps after a merge
     scope: str | None = None  # file of a trained scope
+    false_matches: float = FALSE_MATCHES  # share of other inputs that may match a fact of the scope
 
 
 def by_sum(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
@@ -63,12 +64,13 @@ def solve_against_inputs(model: TaskModel, method: EditMethod, others: Group, ri
 def by_scope(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
     """Uses each patch only for inputs about its own fact. The scope is fitted to `others`."""
     others = others[:MAX_OTHERS]
-    fitted = Scope.load(options.scope, model) if options.scope else Scope.plain(model, others)
+    share = options.false_matches
+    fitted = Scope.load(options.scope, model) if options.scope else Scope.plain(model, others, share)
     readable = model.encode_readable([revision.input for revision in others])
 
     def measure(examiner: Examiner, patches: Sequence[Patch], group: Group) -> list[Examined]:
         fitted.index([revision.input for revision in group])
-        fitted.calibrate_index(list(readable))
+        fitted.calibrate_index(list(readable), share)
         return examine_answers(
             lambda texts: predict_scoped(model, fitted, patches, texts), group, examiner.others, examiner.controls
         )

@@ -3,6 +3,6 @@
 from factpatch.scope.matching import Calibration
 from factpatch.scope.predict import predict_scoped
 from factpatch.scope.scope import Scope
-from factpatch.scope.training import ScopeConfig
+from factpatch.scope.training import FALSE_MATCHES, ScopeConfig
 
-__all__ = ["Calibration", "Scope", "ScopeConfig", "predict_scoped"]
+__all__ = ["FALSE_MATCHES", "Calibration", "Scope", "ScopeConfig", "predict_scoped"]

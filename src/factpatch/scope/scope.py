@@ -26,7 +26,7 @@ from factpatch.scope.learning import Report, learn
 from factpatch.scope.matching import Calibration, KnownFacts, Matcher, threshold_for
 from factpatch.scope.reading import Reading, collect
 from factpatch.scope.same_subject import made_up_questions
-from factpatch.scope.training import ScopeConfig
+from factpatch.scope.training import FALSE_MATCHES, ScopeConfig
 
 FORMAT = "factpatch-scope-2"
 COSINE_FORMAT = "factpatch-scope-1"  # of a scope without a comparer
@@ -97,7 +97,7 @@ class Scope:
         return scope
 
     @classmethod
-    def plain(cls, model: TaskModel, revisions: Sequence[Revision], false_matches: float = 0.005) -> Self:
+    def plain(cls, model: TaskModel, revisions: Sequence[Revision], false_matches: float = FALSE_MATCHES) -> Self:
         """Creates a scope without training: the centred cosine at the layer that matches most of the paraphrases."""
         best: Self | None = None
         for layer in range(1, spread_layers(model)[-1] + 1):
@@ -116,7 +116,7 @@ class Scope:
         return self.calibration
 
     def calibrate(
-        self, revisions: Sequence[Revision], false_matches: float = 0.005, facts: int = ACTIVE_FACTS
+        self, revisions: Sequence[Revision], false_matches: float = FALSE_MATCHES, facts: int = ACTIVE_FACTS
     ) -> Calibration:
         """Chooses the lowest threshold at which at most this share of inputs matches a fact that is not their own.
 
@@ -141,7 +141,7 @@ class Scope:
             owners=torch.tensor([number for number, _ in texts], dtype=torch.long, device=self.model.device),
         )
 
-    def calibrate_index(self, others: Sequence[str], false_matches: float = 0.005) -> Calibration:
+    def calibrate_index(self, others: Sequence[str], false_matches: float = FALSE_MATCHES) -> Calibration:
         """Chooses the threshold for the active facts: at most this share of `others` may match one of them.
 
         `others` is a sample of inputs that are about none of the active facts. The threshold then

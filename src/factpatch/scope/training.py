@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from factpatch.errors import InputError
 
+FALSE_MATCHES = 0.005  # share of other inputs that may match an active fact, unless another one is given
+
 
 @dataclass(frozen=True)
 class ScopeConfig:
@@ -27,7 +29,7 @@ class ScopeConfig:
     facts: int = 20_000  # maximum number to train on
     same_subject: float = 0.5  # made-up questions about the subjects of facts to train on, per fact
     held_out: int = 1024  # maximum number of held-out facts, on which the threshold is chosen
-    false_matches: float = 0.005  # share of other inputs that may match an active fact
+    false_matches: float = FALSE_MATCHES  # share of other inputs that may match an active fact
     seed: int = 0
 
     @property
