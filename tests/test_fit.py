@@ -222,6 +222,37 @@ def test_the_best_weights_are_kept(base: Path, tmp_path: Path, monkeypatch: pyte
     assert not all(torch.equal(kept[name], tensor) for name, tensor in snapshots[3].items())
 
 
+def test_many_held_out_facts_are_kept_for_editors_but_not_all_validate(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validated: list[int] = []
+    monkeypatch.setattr(Fit, "_score", lambda self, records: (validated.append(len(records)), 0.5)[1])
+    train = write_lines(tmp_path / "train.jsonl", claims(1200))
+    config = FitConfig(**{**QUICK_FIT, "steps": 1, "validations": 1, "holdout": 1100})
+    assert Fit(config, str(base), tmp_path / "run", device="cpu").run(train, None)["examples"] == 100
+    assert validated == [1000]
+    assert len(json.loads((tmp_path / "run" / "held-out.json").read_text())["ids"]) == 1100
+
+
+def test_precision(base: Path, tmp_path: Path) -> None:
+    """Products in bf16 change the weights, which stay in float32."""
+    train = write_lines(tmp_path / "train.jsonl", claims(40))
+    weights: dict[str | None, torch.Tensor] = {}
+    for precision in (None, "fp32", "bf16"):
+        config = FitConfig(**{**QUICK_FIT, "steps": 3, "precision": precision})
+        Fit(config, str(base), tmp_path / str(precision), device="cpu").run(train, None)
+        state = load_model(tmp_path / str(precision), "cpu").model.state_dict()
+        weights[precision] = next(
+            tensor for name, tensor in state.items() if name.endswith("layer.0.output.dense.weight")
+        )
+    assert weights[None].equal(weights["fp32"])
+    assert not weights["bf16"].equal(weights["fp32"])
+    assert torch.allclose(weights["bf16"], weights["fp32"], atol=1e-2)
+    assert weights["bf16"].dtype == torch.float32
+    with pytest.raises(InputError, match="precision=fp8 must be one of fp32, bf16"):
+        FitConfig(precision="fp8")
+
+
 def test_long_claims_are_truncated(base: Path, tmp_path: Path) -> None:
     lines = [fever(i, "paris " * 50, LABELS[i % 2]) for i in range(20)]
     train = write_lines(tmp_path / "train.jsonl", lines)

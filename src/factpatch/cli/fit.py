@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, Template, at_least
+from factpatch.cli.common import Device, Json, Model, Precision, Seed, SkipBad, Template, at_least
 
 
 def fit(
@@ -50,6 +50,7 @@ def fit(
     ] = None,
     dropout: Annotated[float | None, typer.Option(help="Dropout rate. Default: that of the model's config.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens per input; the rest is cut off.")] = 32,
+    precision: Precision = None,
     checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 60.0,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the output folder.")] = False,
     skip_bad: SkipBad = False,
@@ -82,6 +83,7 @@ def fit(
         max_tokens=max_tokens,
         holdout=holdout,
         template=template,
+        precision=precision,
         labels=[label.strip() for label in labels.split(",")] if labels else None,
         checkpoint_seconds=checkpoint_seconds,
         seed=seed,

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from factpatch.backends import no_cudnn_attention
 from factpatch.data.holdout import hold_out
 from factpatch.data.records import Counts, Record, source_hash
-from factpatch.device import environment, find_device, to_device
+from factpatch.device import PRECISIONS, environment, find_device, find_dtype, to_device
 from factpatch.errors import InputError
 from factpatch.files import files_into
 from factpatch.metrics import accuracy
@@ -26,6 +26,7 @@ from factpatch.training.examples import Example, batches_from, labels_of, read_a
 from factpatch.training.run import Run, copy_of, sum_gradients, summed, within_error_of_best
 from factpatch.training.settings import LARGEST
 
+VALIDATION_SHARE = 0.1  # maximum share of the time for validations, in runs limited by minutes
 CPU_DEFAULTS: dict[str, Any] = {"batch": 32, "epochs": 3.0}  # defaults of `factpatch fit` on a CPU
 
 
@@ -47,7 +48,9 @@ class FitConfig:
     template: str | None = None  # decoders: how a question becomes a prompt; None: what the model's folder records
     dropout: float | None = None  # None: as in the model's config
     labels: list[str] | None = None  # allowed labels; None: those of the training file
-    holdout: int | None = None  # records of train that choose the best weights; None: 1000 claims or 500 facts, ≤ 10 %
+    precision: str | None = None  # of matrix products, fp32 or bf16; None: bf16 on a GPU, fp32 on a CPU
+    # Records held out of train, of which up to 1000 claims or 500 facts choose the best weights. None: as many, ≤ 10 %
+    holdout: int | None = None
     validations: int = 20  # in the whole run
     checkpoint_seconds: float = 60.0
     seed: int = 0
@@ -63,6 +66,8 @@ class FitConfig:
             problems.append(f"checkpoint_seconds={self.checkpoint_seconds} must not be below 0")
         if self.task not in ("classify", "answer"):
             problems.append(f"task={self.task} must be classify or answer")
+        if self.precision not in (None, *PRECISIONS):
+            problems.append(f"precision={self.precision} must be one of {', '.join(PRECISIONS)}")
         if self.lr > 1:
             problems.append(f"lr={self.lr} must be at most 1")
         if self.dropout is not None and not 0 <= self.dropout < 1:
@@ -115,13 +120,15 @@ class Fit(Run):
         if valid:
             self.held_out, valid_counts = read_answered(valid, skip_bad, labels)
         else:
-            size = config.holdout or min(1000 if labels else 500, len(records) // 10)
-            self.held_out, records = hold_out(records, size, config.seed)
-            self.held_out_ids = [record.id for record in self.held_out]
+            most = 1000 if labels else 500
+            held_out, records = hold_out(records, config.holdout or min(most, len(records) // 10), config.seed)
+            self.held_out = held_out[:most]  # the rest is held out for editors, and would make validations slow
+            self.held_out_ids = [record.id for record in held_out]
         examples = self._examples(records)
         if config.task == "answer":
             self._set_answer_length(examples)
 
+        self.dtype = find_dtype(config.precision, self.accelerator.device.type)
         self._train(examples)
         name = "accuracy" if config.task == "classify" else "exact_match"
         result: dict[str, Any] = {
@@ -179,7 +186,7 @@ class Fit(Run):
         self.loss = torch.zeros(())
         self._start(config.steps or max(1, round(config.epochs * per_epoch)))
         self.batches = batches_from(examples, config.batch, config.seed, self.step)
-        self._loop(lambda done: int(done * config.validations), config.checkpoint_seconds)
+        self._loop(lambda done: int(done * config.validations), config.checkpoint_seconds, VALIDATION_SHARE)
         network.load_state_dict(self.best)
         network.eval().requires_grad_(False)
 
@@ -231,9 +238,8 @@ class Fit(Run):
         return accuracy(predictions, [record.answers for record in records])
 
     def _mixed_precision(self) -> torch.autocast:
-        """Uses bf16 matrix products on a GPU, and float32 elsewhere."""
-        kind = self.accelerator.device.type
-        return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
+        """Computes matrix products in the run's precision."""
+        return torch.autocast(self.accelerator.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     # Data
 
