@@ -331,10 +331,15 @@ def test_answers_are_confirmed_by_one_forward_pass(name: str, monkeypatch: pytes
     assert counts["confirmed"][0] < counts["generated"][0]
 
 
+@pytest.mark.parametrize("banned", [[], [[7], [9], [11]]])
 @pytest.mark.parametrize("name", tiny.SEQ2SEQS)
-def test_beam_search_is_spared_for_answers_that_are_certain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beam_search_is_spared_for_answers_that_are_certain(
+    name: str, banned: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answers are those of the search, which runs for uncertain and changed ones only."""
     model = confident(name)
+    if banned:  # as Marian's padding is, so that the other tokens' probabilities sum to one
+        model.generation.update(bad_words_ids=banned, renormalize_logits=True)
     known = predicted_now(model, revisions(model, 24))
     edits = editable(model, known)[:3]
     changes = loud_editor(model).changes(model, [edit_of(revision) for revision in edits])

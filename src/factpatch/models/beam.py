@@ -61,7 +61,13 @@ def gives_probabilities(config: GenerationConfig) -> bool:
 def finds_most_likely(config: GenerationConfig) -> bool:
     """Returns True if an answer that is certain to stay among the beams wins by its log-probability alone."""
     is_exhaustive = config.early_stopping is not True and (config.num_beams or 1) > 1
-    return supports(config) and not config.renormalize_logits and length_penalty(config) == 0 and is_exhaustive
+    return supports(config) and length_penalty(config) == 0 and is_exhaustive
+
+
+def banned_tokens(config: GenerationConfig, device: torch.device) -> Tensor:
+    """Returns the tokens that answers never contain, if the search supports these settings."""
+    banned = [word[0] for word in config.bad_words_ids or []] + list(config.suppress_tokens or [])
+    return torch.tensor(banned, dtype=torch.long, device=device)
 
 
 @dataclass
@@ -104,8 +110,7 @@ def beam_search(
     stop = stop or (lambda _, token: token.eq(end))
     steps.start(beams)
     state = _start(steps.rows, beams, limit, config, steps.device)
-    banned_tokens = [word[0] for word in config.bad_words_ids or []] + list(config.suppress_tokens or [])
-    banned = torch.tensor(banned_tokens, dtype=torch.long, device=steps.device)
+    banned = banned_tokens(config, steps.device)
     banned_first = torch.tensor(config.begin_suppress_tokens or [], dtype=torch.long, device=steps.device)
     best = BestSequences(state.finished.clone(), state.finished_scores.clone())
     for length in range(1, limit):

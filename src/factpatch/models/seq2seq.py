@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
-from factpatch.models.beam import beam_search, finds_most_likely, gives_probabilities, length_penalty, supports
+from factpatch.models.beam import (
+    banned_tokens,
+    beam_search,
+    finds_most_likely,
+    gives_probabilities,
+    length_penalty,
+    supports,
+)
 from factpatch.models.decoding import EncoderDecoderSteps
 from factpatch.models.rows import NO_TARGET, POSITIONS_PER_BATCH, Encoded, Rows, in_batches, padded
 from factpatch.models.text import MAX_ANSWER_TOKENS, TextModel
@@ -129,13 +136,15 @@ class Seq2Seq(TextModel):
         assert rows.labels is not None
         assert rows.target_positions is not None
         labels = rows.target_labels
-        banned = torch.tensor([word[0] for word in self.generation.bad_words_ids or []], device=self.device).long()
+        banned = banned_tokens(self.generation, self.device)
         own = torch.zeros(rows.labels.numel(), device=self.device)  # log-probabilities of the label's tokens
         other = torch.full_like(own, float("-inf"))  # and of the best other token in their place
         for start in range(0, len(labels), POSITIONS_PER_BATCH):
             part = slice(start, start + POSITIONS_PER_BATCH)
             positions, tokens = rows.target_positions[part], labels[part, None]
             scores = self.scores(features[part])
+            if self.generation.renormalize_logits:  # the probabilities of all other tokens sum to one
+                scores = scores.index_fill(1, banned, float("-inf"))
             norms = scores.logsumexp(-1)
             own[positions] = scores.gather(1, tokens).squeeze(1) - norms
             scores = scores.scatter(1, tokens, float("-inf")).index_fill_(1, banned, float("-inf"))
