@@ -156,7 +156,7 @@ def test_scores_and_kl(model: TaskModel, editor: HyperNetwork) -> None:
         kls = []
         for i, other in enumerate(known):
             encoded = model.encode([other.input])
-            answers = model.answers_to_confirm(encoded)  # a decoder's answer, token by token as it was generated
+            answers = model.answers_to_confirm(encoded)  # token by token as it was generated
             targets = model.encode_targets([other.prediction]) if answers is None else [answers[0][1]]
             rows = model.collate(encoded, targets)
             with torch.no_grad():

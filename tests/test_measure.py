@@ -393,8 +393,25 @@ def test_answers_that_beam_search_may_not_find() -> None:
     for wrong in ([tokens[sure][0], tokens[sure][1] + 1, *tokens[sure][2:]], tokens[sure][:-1]):
         labels = [wrong if i == sure else ids for i, ids in enumerate(tokens)]
         assert not confirmed(labels)[sure]
+    start, model.generation.decoder_start_token_id = model.generation.decoder_start_token_id, 5
+    assert not any(confirmed(tokens)), "the search begins with another token than the forward pass"
+    model.generation.decoder_start_token_id = start
     model.generation.length_penalty = 1.0
     assert model.answers_to_confirm(encoded) is None
+
+
+def test_answers_are_confirmed_if_the_end_token_is_given_as_a_list() -> None:
+    """Hugging Face models may name their only end token in a list."""
+    model = confident("bart")
+    encoded = model.encode(["paris is", "what river", "euro people of"])
+    found = model.answers_to_confirm(encoded)
+    model.model.generation_config.eos_token_id = [model.generation.eos_token_id]
+    listed = Seq2Seq(model.model, model.tokenizer)
+    listed.fit_answers(5)
+    assert listed.answers_to_confirm(encoded) == found
+    assert found is not None
+    rows = listed.collate(encoded, [ids for _, ids in found]).at_targets()
+    assert listed.still_answers(rows, listed.features(rows)).any()
 
 
 @pytest.mark.usefixtures("small_ties")

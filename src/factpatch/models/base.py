@@ -108,7 +108,7 @@ class TaskModel(StoredModel):
     def answers_to_confirm(self, encoded: Sequence[Encoded]) -> list[tuple[str, list[int]]] | None:
         """Returns the model's answers with their tokens, as labels for `still_answers`.
 
-        None if this kind of model needs a search to confirm an answer.
+        None if confirming an answer needs a search.
         """
         return None
 

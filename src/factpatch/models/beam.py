@@ -60,8 +60,7 @@ def gives_probabilities(config: GenerationConfig) -> bool:
 
 def finds_most_likely(config: GenerationConfig) -> bool:
     """Returns True if an answer that is certain to stay among the beams wins by its log-probability alone."""
-    is_exhaustive = config.early_stopping is not True and (config.num_beams or 1) > 1
-    return supports(config) and length_penalty(config) == 0 and is_exhaustive
+    return supports(config) and length_penalty(config) == 0 and config.early_stopping is not True
 
 
 def banned_tokens(config: GenerationConfig, device: torch.device) -> Tensor:

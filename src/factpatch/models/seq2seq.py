@@ -38,6 +38,8 @@ class Seq2Seq(TextModel):
         self.generation = copy.deepcopy(self.model.generation_config)
         self.generation.update(num_beams=self.beams, do_sample=False)
         self.generation.max_length = None
+        if isinstance(end := self.generation.eos_token_id, list) and len(end) == 1:
+            (self.generation.eos_token_id,) = end
         self.limit_answers(self.generation.max_new_tokens or MAX_ANSWER_TOKENS)
 
     def decision_settings(self) -> dict[str, Any]:
@@ -131,7 +133,8 @@ class Seq2Seq(TextModel):
 
         It is if the label is more likely than each of its deviations: its first tokens, up to any position, followed by
         another token. A sequence is at most as likely as its beginning, so nothing else can win, and the beams always
-        hold the label. Near ties do not count: rounding decides them.
+        hold the label. Near ties do not count: rounding decides them. Neither do labels that the model and the search
+        begin with different tokens.
         """
         assert rows.labels is not None
         assert rows.target_positions is not None
@@ -159,9 +162,10 @@ class Seq2Seq(TextModel):
                 other[:, position : position + 1] = float("-inf")
         likelihood = own.sum(1)
         deviations = own.cumsum(1) - own + other  # (rows, tokens)
+        same_start = self._shifted(rows.labels)[:, 0].eq(self.generation.decoder_start_token_id)
         has_ended = rows.labels.eq(self.generation.eos_token_id).any(1)
         is_longest = rows.labels.ne(NO_TARGET).sum(1) == self.max_answer_tokens
-        return (has_ended | is_longest) & likelihood.gt(deviations.amax(1) + self.near_tie(features))
+        return same_start & (has_ended | is_longest) & likelihood.gt(deviations.amax(1) + self.near_tie(features))
 
     def _log_probability(self, target: list[int], sequence: list[int], score: float) -> float | None:
         """Computes a target's log-probability from the score of a sequence, or returns None if the tokens differ.

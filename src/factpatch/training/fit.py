@@ -49,7 +49,8 @@ class FitConfig:
     dropout: float | None = None  # None: as in the model's config
     labels: list[str] | None = None  # allowed labels; None: those of the training file
     precision: str | None = None  # of matrix products, fp32 or bf16; None: bf16 on a GPU, fp32 on a CPU
-    # Records held out of train, of which up to 1000 claims or 500 facts choose the best weights. None: as many, ≤ 10 %
+    # Number of records held out of train. Up to 1000 claims or 500 facts of them choose the best weights. None: that
+    # many, but at most a tenth of train
     holdout: int | None = None
     validations: int = 20  # in the whole run
     checkpoint_seconds: float = 60.0
