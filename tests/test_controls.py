@@ -54,7 +54,7 @@ def test_nearest_neighbours(model: TaskModel, known: list[Revision]) -> None:
 
 def test_the_same_subject_and_relation(model: TaskModel, known: list[Revision]) -> None:
     about = [
-        replace(r, subject=f"subject {i % 20}" if i < 40 else None, relation=f"relation {i % 2}")
+        replace(r, subject=f"subject {i % 20}" if i < 40 else None, relation=f"relation {i % 3}")
         for i, r in enumerate(known)
     ]
     twin = replace(about[0], id="twin", input=f"{about[0].input.upper()} ?")  # the same question, written otherwise

@@ -70,6 +70,20 @@ def test_inputs_equal_to_the_edited_one_are_no_control_inputs(known: list[Revisi
             assert all(normalize(few[n].input) != normalize(few[number].input) for n in controls)
 
 
+def test_inputs_about_the_edited_fact_are_no_control_inputs(known: list[Revision]) -> None:
+    """Records with the same subject and relation ask for the same fact, although none is a paraphrase of the other."""
+    facts = [replace(r, subject=f"subject {i % 10}", relation=f"relation {i % 3 == 0}") for i, r in enumerate(known)]
+    others = [replace(r, id=f"{r.id}'", input=f"{r.input} again", rephrases=(), human_rephrases=()) for r in known]
+    sampler = Sampler([*facts, *others], TrainConfig(edits=30, rows=40))
+    about = [(r.subject, r.relation) for r in facts] + [(None, r.id) for r in others]
+    for step in range(4):
+        plan = sampler.plan(step)
+        for number, controls in zip(plan.edited, plan.controls, strict=True):
+            assert about[number] not in [about[n] for n in controls]
+    together = Sampler([*facts, *others], TrainConfig(together=30, rows=8)).plan(0).edited
+    assert len({about[n] for n in together}) == len(together)
+
+
 def test_paraphrases_of_the_edited_input_are_no_control_inputs(known: list[Revision]) -> None:
     """A paraphrase that has a record of its own asks for the edited fact itself."""
     records = [

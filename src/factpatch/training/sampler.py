@@ -61,7 +61,10 @@ class Sampler:
         self.near: Indices | None = None  # (revisions, look-alikes)  indices in the pool, for `near`
         forms = {form: i for i, form in enumerate(dict.fromkeys(normalize(r.input) for r in revisions))}
         self.forms = np.array([forms[normalize(r.input)] for r in revisions])  # equal inputs have equal numbers
-        own = [(i, forms[form]) for i, r in enumerate(revisions) for form in own_forms(r) if form in forms]
+        texts = [
+            own_forms(r) | same_fact for r, same_fact in zip(revisions, _inputs_of_same_fact(revisions), strict=True)
+        ]
+        own = [(i, forms[form]) for i, known in enumerate(texts) for form in known if form in forms]
         self.own_forms = np.sort([i * len(forms) + form for i, form in own])  # pairs of revision and form
         self.form_count = len(forms)
         self._check_controls()
@@ -189,6 +192,19 @@ class Sampler:
 
     def _shuffled(self, epoch: int) -> Indices:
         return np.random.default_rng([self.config.seed, EPOCH, epoch]).permutation(self.editable)
+
+
+def _inputs_of_same_fact(revisions: Sequence[Revision]) -> list[frozenset[str]]:
+    """Returns, for each revision, the inputs of all revisions with its subject and relation, if it names both.
+
+    They ask for the same fact in other words, so that their answers may change with it.
+    """
+    inputs: dict[tuple[str | None, str | None], frozenset[str]] = {}
+    for r in revisions:
+        if r.subject and r.relation:
+            fact = (r.subject, r.relation)
+            inputs[fact] = inputs.get(fact, frozenset()) | {normalize(r.input)}
+    return [inputs.get((r.subject, r.relation), frozenset()) for r in revisions]
 
 
 def training_paraphrases(revision: Revision, config: TrainConfig) -> tuple[str, ...]:
