@@ -240,12 +240,11 @@ def test_a_method_without_a_trained_editor(run, home: Path, tmp_path: Path) -> N
     cases = {
         ("--method", "finetun"): (1, "did you mean finetune?"),
         ("--method", "finetune", "--set", "speed=3"): (1, "has no option speed"),
-        ("--method", "ultraedit"): (1, "must be fitted to other edits"),
+        ("--method", "ultraedit"): (1, "name a revision file with --others"),
         ("--method", "prompt"): (1, "has no patches"),
         ("--method", "hyper"): (1, "load it from its folder with --editor"),
         (): (2, "give either --editor, or a --method"),
         ("--method", "finetune", "--editor", home / "editor"): (2, "give either --editor, or a --method"),
-        ("--method", "finetune", "--others", saved): (2, "--others needs a trained editor"),
         ("--editor", home / "editor", "--set", "lr=1"): (2, "--set gives options to a --method"),
     }
     for arguments, (code, reason) in cases.items():

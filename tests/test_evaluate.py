@@ -126,7 +126,7 @@ def test_every_method(
         (["--method", "finetune", "--select"], "--layers block"),
         (["--method", "finetune", "--valid", "x.jsonl"], "add --select, or leave --valid out"),
         (["--method", "finetune", "--loop"], "need a trained --editor"),
-        (["--method", "finetune", "--ridge", 1], "--ridge needs a trained --editor"),
+        (["--method", "prompt", "--ridge", 1], "prompt makes none"),
         (["--method", "finetune", "--together", "1,x"], "expected numbers such as 1,16,64"),
         (["--method", "finetune", "--together", "2", "--merge", "mean"], "'mean' is not one of 'solve', 'scope'"),
         (["--method", "finetune", "--scope", "x"], "only used by --together"),

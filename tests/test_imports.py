@@ -26,6 +26,7 @@ FLOORS = [
     {"editors"},
     {"scope"},
     {"merging"},
+    {"protecting"},
     {"refining"},
     {"ledger_store"},
     {"ledger_sums"},

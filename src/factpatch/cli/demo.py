@@ -16,7 +16,8 @@ from factpatch.cli import common
 from factpatch.cli.common import MAX_UPDATES, Device, Json, Seed, at_least, escape
 
 SHOWN = 30  # rows of the table; the JSON result has all
-NARROW = {"ok": 3, "other\nwording": 7, "others\nkept": 6}  # the narrow columns of the table and their widths
+# The narrow columns of the table and their widths
+NARROW = {"ok": 3, "other\nwording": 7, "same\ntopic": 5, "others\nkept": 6}
 
 
 def demo(
@@ -98,6 +99,7 @@ def _show_table(result: dict[str, Any], is_own_fact: bool) -> None:
             *(escape(change[key]) for key in ("before", "target", "after")),
             "[green]yes[/]" if change["success"] else "[red]NO[/]",
             {None: "-", True: "yes", False: "NO"}[change["other_wording_success"]],
+            f"{change['neighbours_kept']}/{change['neighbours']}" if change["neighbours"] else "-",
             f"{change['kept']}/{change['of']}",
         )
     common.stdout.print(table)
@@ -105,6 +107,7 @@ def _show_table(result: dict[str, Any], is_own_fact: bool) -> None:
         common.stdout.print(f"... and {more} more; --json prints all.")
     if wording := result["changes"][0]["other_wording"]:
         common.stdout.print(f"Other wording: a phrasing that was never used in training, such as: {escape(wording)}")
+    common.stdout.print("Same topic: answers kept to other questions about the same country, element or office.")
 
 
 def _shortened(question: str, width: int) -> str:
@@ -135,8 +138,13 @@ def _show_together(result: dict[str, Any]) -> None:
         "scoped": "a ledger of patches, each used only for questions about its own fact",
         "merged": f"one merged patch of {joint['bytes'] / 1e6:.1f} MB",
     }
-    names = ("success", "retain", "equivalence")
-    table = Table("approach", *names, title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
+    names = {
+        "success": "success",
+        "retain": "retain",
+        "retain_neighbours": "same topic",
+        "equivalence": "equivalence",
+    }
+    table = Table("approach", *names.values(), title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
     for key, label in ways.items():
         table.add_row(label, *(f"{joint[key][name]:.3f}" for name in names))
     common.stdout.print(table)

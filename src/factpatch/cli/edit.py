@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,7 +46,7 @@ def edit(
         Path | None,
         typer.Option(
             help='Inputs whose answers should change as little as possible: one {"input": ...} per line, such as a '
-            "revision file."
+            "revision file. The methods memit and ultraedit need a revision file."
         ),
     ] = None,
     save: Annotated[
@@ -70,8 +70,6 @@ def edit(
     check_asked(input, target, facts)
     if (editor is None) == (method is None):
         raise typer.BadParameter("give either --editor, or a --method that needs no trained editor")
-    if method and others:
-        raise typer.BadParameter("--others needs a trained editor; leave it out", param_hint="--others")
     options = parse_options(setting, method, editor, select=False)
     asked, bad = read_numbered_edits(facts, skip_bad) if facts else ([("", FactEdit(x=str(input), a=str(target)))], 0)
     if save and facts:
@@ -83,12 +81,8 @@ def edit(
     start = time.perf_counter()
     with common.working("loading"):
         task_model = common.load(model, device, seed, template)
-        if editor is None:
-            chosen = _untrained_method(str(method), options)
-        else:
-            chosen = _loop_of_editor(
-                task_model, editor, max_updates, read_others(others, model, MAX_OTHERS) if others else None
-            )
+        chosen = _find_method(task_model, editor, method, options, max_updates)
+        chosen = _fitted(chosen, task_model, others, model)
     edits = _usable(task_model, asked, skip_bad)
     bad += len(asked) - len(edits)
 
@@ -123,27 +117,27 @@ def check_asked(input: str | None, target: str | None, facts: Path | None) -> No
         raise typer.BadParameter("give either --input and --target, or --facts")
 
 
-def _loop_of_editor(model: TaskModel, editor: str, max_updates: int, others: Sequence[str] | None) -> EditMethod:
-    """Loads an editor that repeats its update until an edit succeeds, in least-squares form if `others` are given."""
-    from factpatch.editors import Looped, load_editor
+def _find_method(
+    model: TaskModel, editor: str | None, method: str | None, options: dict[str, Any], max_updates: int
+) -> EditMethod:
+    """Loads an editor that repeats its update until an edit succeeds, or creates a method without training."""
+    from factpatch.editors import Looped, create_method, load_editor
 
-    loaded = load_editor(editor, model.device)
-    if others is not None:
-        from factpatch.covariance import Covariance
-
-        loaded.solve_against(Covariance.compute(model, others))
-    return Looped(loaded, max_updates)
+    if editor is None:
+        return create_method(str(method), **options)
+    return Looped(load_editor(editor, model.device), max_updates)
 
 
-def _untrained_method(name: str, options: dict[str, Any]) -> EditMethod:
-    from factpatch.editors import create_method
+def _fitted(method: EditMethod, model: TaskModel, others: Path | None, name: str) -> EditMethod:
+    """Fits a method to other inputs: to make it ready if it needs that, otherwise to protect their answers."""
+    from factpatch.data.revisions import load_revisions, teachable
+    from factpatch.protecting import protect
 
-    method = create_method(name, **options)
     if method.needs_sample:
-        raise InputError(
-            f"the method {name} must be fitted to other edits before it is used; in Python, call its `calibrated`"
-        )
-    return method
+        if others is None:
+            raise InputError(f"the method {method.name} is fitted to other edits; name a revision file with --others")
+        return method.calibrated(model, teachable(model, load_revisions(str(others), model, warn=common.warn)))
+    return protect(method, model, read_others(others, name, MAX_OTHERS)) if others else method
 
 
 def _usable(model: TaskModel, asked: list[tuple[str, FactEdit]], skip_bad: bool) -> list[FactEdit]:

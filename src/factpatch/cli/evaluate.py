@@ -81,8 +81,8 @@ def evaluate(
     ridge: Annotated[
         float | None,
         typer.Option(
-            help="Convert an editor's updates to their least-squares form with this ridge, such as 1. They then have "
-            "less effect on inputs like those of --others."
+            help="Convert updates to their least-squares form with this ridge, such as 1. They then change the answers "
+            "to inputs like those of --others less."
         ),
     ] = None,
     together: Annotated[
@@ -260,12 +260,14 @@ def _split_for_fitting(
 def _fitted(method: EditMethod, model: TaskModel, sample: list[Revision], ridge: float | None) -> EditMethod:
     """Fits a method to a sample of inputs, if it needs one or if there is a ridge."""
     from factpatch.data.revisions import teachable
-    from factpatch.evaluation import solve_against_inputs
+    from factpatch.evaluation import MAX_OTHERS
+    from factpatch.protecting import protect
 
     if method.needs_sample:
         method = method.calibrated(model, teachable(model, sample))
     if ridge is not None:
-        solve_against_inputs(model, method, sample, ridge)
+        known = {revision.input: revision.prediction for revision in sample[:MAX_OTHERS]}
+        method = protect(method, model, known, known, ridge)
     return method
 
 

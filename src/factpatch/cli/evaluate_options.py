@@ -31,8 +31,8 @@ def check_options(
         raise typer.BadParameter("a trained editor changes the layers it was trained for; leave --layers out")
     if editor is None and updates > 1:
         raise typer.BadParameter("--loop and --max-updates need a trained --editor")
-    if editor is None and ridge is not None:
-        raise typer.BadParameter("--ridge needs a trained --editor")
+    if method == "prompt" and ridge is not None:
+        raise typer.BadParameter("--ridge converts updates of weights, and prompt makes none; leave it out")
     if method == "zhu" and (bound is None) != select:
         raise typer.BadParameter("zhu needs either --bound or --select")
     if method != "zhu" and bound is not None:

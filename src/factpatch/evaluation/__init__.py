@@ -2,12 +2,13 @@
 
 from factpatch.evaluation.baselines import count_choices, select
 from factpatch.evaluation.measure import measure, predicted_now
-from factpatch.evaluation.merges import MERGES, MergeOptions, solve_against_inputs
+from factpatch.evaluation.merges import MAX_OTHERS, MERGES, MergeOptions
 from factpatch.evaluation.run import evaluate, measuring_precision, sample_edits
 from factpatch.evaluation.summary import Result, Summary
 from factpatch.evaluation.together import Together, count_measured_edits
 
 __all__ = [
+    "MAX_OTHERS",
     "MERGES",
     "MergeOptions",
     "Result",
@@ -21,5 +22,4 @@ __all__ = [
     "predicted_now",
     "sample_edits",
     "select",
-    "solve_against_inputs",
 ]

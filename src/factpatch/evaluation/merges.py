@@ -9,7 +9,6 @@ from functools import reduce
 
 from factpatch.covariance import Covariance
 from factpatch.data.revisions import Revision, edit_of, measured_texts
-from factpatch.editors import EditMethod, Looped, TrainableEditor
 from factpatch.errors import InputError
 from factpatch.evaluation.measure import Examined, Examiner
 from factpatch.evaluation.outcomes import ControlInputs, outcome
@@ -51,14 +50,6 @@ def by_solve(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
         return examine_merged(examiner, patch, group)
 
     return measure
-
-
-def solve_against_inputs(model: TaskModel, method: EditMethod, others: Group, ridge: float) -> None:
-    """Switches an editor, looped or not, to least-squares updates that protect the answers to the revisions' inputs."""
-    editor = method.editor if isinstance(method, Looped) else method
-    assert isinstance(editor, TrainableEditor)
-    known = {revision.input: revision.prediction for revision in others[:MAX_OTHERS]}
-    editor.solve_against(Covariance.compute(model, known, known), ridge)
 
 
 def by_scope(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
