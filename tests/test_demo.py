@@ -39,6 +39,9 @@ def test_what_is_shown_is_what_the_patched_model_says(model: TaskModel, editor: 
                 change["after"],
                 change["other_wording_after"],
             ]
+            beside = model.predict([one.input for one in revision.neighbours])
+        kept = [same(says, one.prediction) for says, one in zip(beside, revision.neighbours, strict=True)]
+        assert (change["neighbours_kept"], change["neighbours"]) == (sum(kept), len(kept))
         assert change["success"] == same(change["after"], change["target"])
         assert 0 <= change["kept"] <= change["of"] == demo.CONTROLS
     assert result["success"] == sum(change["success"] for change in result["changes"]) / 3
@@ -52,6 +55,31 @@ def test_outdated_facts_are_asked_in_trained_words_and_checked_in_new_ones(model
         assert revision.input == fact.questions[0] == demo.question_of(fact)
         assert list(revision.rephrases) == fact.held_out
         assert not same(revision.prediction, revision.alternatives[0])
+
+
+def test_neighbours_are_other_facts_about_the_same_topic(model: TaskModel) -> None:
+    facts = {demo.question_of(fact): fact for fact in world.facts()}
+    for revision in demo.outdated(model):
+        assert len(revision.neighbours) <= demo.NEIGHBOURS
+        for neighbour in revision.neighbours:
+            fact = facts[neighbour.input]
+            assert fact.topic == revision.subject
+            assert fact.id != revision.id
+
+
+@pytest.mark.parametrize(
+    ("fact", "topic"),
+    [
+        ("capital/the Netherlands", "Netherlands"),
+        ("country_by_capital/Nairobi", "Kenya"),
+        ("office_holder/President of Kenya", "Kenya"),
+        ("office_holder/Pope", "Pope"),
+        ("us_state_abbreviation/Ohio", "Ohio"),
+    ],
+)
+def test_topics(fact: str, topic: str) -> None:
+    (found,) = [known for known in world.facts() if known.id == fact]
+    assert found.topic == topic
 
 
 def test_counterfactual_edits_ask_for_another_answer(model: TaskModel) -> None:
@@ -83,6 +111,9 @@ def test_a_question_is_asked_as_it_was_typed(model: TaskModel, question: str) ->
     assert revision.input == question
     assert revision.prediction == "Canberra"
     assert known == question.lower().startswith("what is")
+    assert 0 < len(revision.neighbours) <= demo.NEIGHBOURS
+    assert all("Australia" in one.input or one.prediction == "Australia" for one in revision.neighbours)
+    assert not any(same(one.prediction, "Canberra") for one in revision.neighbours)
 
 
 def test_a_held_out_wording_is_no_paraphrase_of_itself(model: TaskModel) -> None:
@@ -95,7 +126,8 @@ def change(question: str, success: bool) -> dict[str, Any]:
     about = {"question": question, "before": "Elizabeth II", "target": "Charles III"}
     after = "Charles III" if success else "Azabudai Hills Mori JP Tower"
     wording = {"other_wording": "Who?", "other_wording_after": after, "other_wording_success": success}
-    return {**about, "after": after, "success": success, **wording, "kept": 40, "of": 40}
+    kept = {"neighbours_kept": 5, "neighbours": 6, "kept": 40, "of": 40}
+    return {**about, "after": after, "success": success, **wording, **kept}
 
 
 def test_the_table_fits_80_columns_and_names_every_failure(
@@ -169,5 +201,6 @@ def test_all_facts_at_once(model: TaskModel, editor: TrainableEditor, monkeypatc
     assert found["scoped"]["success"] == 1
     assert found["merged"]["success"] == 1
     assert found["merged"]["retain"] > 0.9
+    assert found["merged"].keys() == found["scoped"].keys() > {"retain_neighbours"}
     assert found["add_seconds"] > 0
     assert not model.patches, "the model leaves as it came"

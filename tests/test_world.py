@@ -198,6 +198,8 @@ def test_the_revision_file_is_the_models_own(run: Callable[..., Ran], tmp_path: 
         change.fact.id: (change.answer,) for change in world.changes()
     }
     assert len(revisions) - len(edits) >= 300
+    beside = [neighbour for revision in edits.values() for neighbour in revision.neighbours]
+    assert len(beside) > 3 * len(edits), "other facts about the same topic"
     assert sum(bool(revision.rephrases) for revision in revisions) > 0.9 * len(revisions)
     given = ("--model", "world", "--editor", "world", "--data", "world", "--device", "cpu")
     measured = run("evaluate", *given, "--output", tmp_path / "out", "--edits", 2, "--retain", 5, "--json").json

@@ -194,7 +194,7 @@ METRICS: dict[str, Metric] = {
     "retain_neighbours": Metric(
         "Retain, neighbours",
         "Neighb.",
-        "inputs about other subjects of the same relation whose answer is unchanged",
+        "easily confused inputs whose answer is unchanged",
         {"retain_neighbours": lambda seen: _mean(seen.neighbours_unchanged)},
         optional=True,
         **_share(),

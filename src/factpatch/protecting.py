@@ -9,7 +9,7 @@ from typing import Any
 from factpatch.covariance import Covariance
 from factpatch.editors import EditMethod, Looped, TrainableEditor
 from factpatch.facts import FactEdit, same
-from factpatch.merging import RIDGE, Mode, merge
+from factpatch.merging import MODES, RIDGE, merge
 from factpatch.models import TaskModel
 from factpatch.patch import Patch
 
@@ -18,13 +18,13 @@ from factpatch.patch import Patch
 class Protected(EditMethod):
     """Merges each patch of a method on its own, which changes other answers less.
 
-    A patch that would no longer succeed is left as the method made it.
+    If the edit then fails, the patch is merged layer after layer, which takes longer. If it still fails, the patch is
+    left as the method made it.
     """
 
     method: EditMethod
     covariance: Covariance
     ridge: float = RIDGE
-    mode: Mode = "sequence"
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] (it is only read)
@@ -34,18 +34,19 @@ class Protected(EditMethod):
         return self.method.edits_per_batch(model)
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
-        return {**self.method.describe(model), "ridge": self.ridge, "mode": self.mode}
+        return {**self.method.describe(model), "ridge": self.ridge}
 
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
-        patches = self.method.propose(model, edits)
-        solved = [
-            merge(model, [patch], covariance=self.covariance, ridge=self.ridge, mode=self.mode) for patch in patches
-        ]
-        answers = model.predict_patched(solved, [patch.edits[0].x for patch in solved])
-        return [
-            new if same(answer, new.edits[0].a) else old
-            for old, new, answer in zip(patches, solved, answers, strict=True)
-        ]
+        found = self.method.propose(model, edits)
+        failed = list(range(len(found)))
+        for mode in MODES:
+            solved = [merge(model, [found[i]], covariance=self.covariance, ridge=self.ridge, mode=mode) for i in failed]
+            answers = model.predict_patched(solved, [patch.edits[0].x for patch in solved])
+            succeed = [same(answer, patch.edits[0].a) for answer, patch in zip(answers, solved, strict=True)]
+            for i, patch, success in zip(failed, solved, succeed, strict=True):
+                found[i] = patch if success else found[i]
+            failed = [i for i, success in zip(failed, succeed, strict=True) if not success]
+        return found
 
 
 def protect(

@@ -28,7 +28,7 @@ class Record:
     subject: str | None = None
     relation: str | None = None
     alternative: str | None = None  # the answer to edit to, if the data names one
-    neighbours: tuple[str, ...] = ()  # inputs about other subjects of the same relation, whose answers must stay
+    neighbours: tuple[str, ...] = ()  # inputs easily confused with this one, whose answers must stay
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # KILT fields to keep when writing
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,7 +24,10 @@ from factpatch.models import TaskModel
 
 @dataclass(frozen=True)
 class Neighbour:
-    """An input about another subject of the same relation, whose prediction must stay."""
+    """An input that is easily confused with the edited one, and whose prediction must stay.
+
+    It asks for the same relation of another subject, or for another relation of the same subject.
+    """
 
     input: str
     prediction: str

@@ -34,6 +34,15 @@ class Fact:
         return f"{self.relation}/{self.subject}"
 
     @property
+    def topic(self) -> str:
+        """What the fact is about, such as a country. Facts of several relations can share a topic."""
+        if self.relation == "office_holder":
+            about = self.subject.split(" of ", 1)[-1]
+        else:
+            about = self.answer if "_by_" in self.relation else self.subject  # country_by_capital is about the country
+        return about.removeprefix("the ")
+
+    @property
     def questions(self) -> list[str]:
         return [ask(wording, self.subject) for wording in relations()[self.relation].wordings]
 
@@ -68,6 +77,15 @@ def relations() -> dict[str, Relation]:
 def facts() -> tuple[Fact, ...]:
     """Reads the facts as they were on 1 January 2018."""
     return tuple(Fact(line["relation"], line["subject"], line["answer"]) for line in _lines("facts.jsonl"))
+
+
+@cache
+def facts_by_topic() -> dict[str, tuple[Fact, ...]]:
+    """Returns all facts about each topic, in the order of `facts`."""
+    by_topic: dict[str, tuple[Fact, ...]] = {}
+    for fact in facts():
+        by_topic[fact.topic] = (*by_topic.get(fact.topic, ()), fact)
+    return by_topic
 
 
 @cache
