@@ -92,6 +92,7 @@ def test_commands(tmp_path: Path, run) -> None:
 
     tuned: Sequence[object] = ["--method", "finetune", "--set", "lr=1e-3"]
     assert edited(*tuned).content_hash != edited(*tuned, "--others", tmp_path / "texts.jsonl").content_hash
+    assert MERGED in edited(*tuned, "--others", "world", "--max-others", 5).method
     assert edited("--method", "memit", "--others", others).method == "memit"
     evaluate = ["evaluate", "--model", tmp_path / "model", "--data", data, "--edits", 3, "--json", *tuned]
     plain = run(*evaluate, "--output", tmp_path / "plain").json

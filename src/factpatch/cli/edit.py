@@ -13,7 +13,7 @@ from rich.table import Table
 from factpatch.cli import common
 from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad, Template, at_least, escape
 from factpatch.cli.evaluate_options import MethodOptions, parse_options
-from factpatch.cli.others import MAX_OTHERS, read_others
+from factpatch.cli.others import MAX_OTHERS, MaxOthers, read_others
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, read_numbered_edits, same
 from factpatch.files import check_writable
@@ -46,9 +46,11 @@ def edit(
         Path | None,
         typer.Option(
             help='Inputs whose answers should change as little as possible: one {"input": ...} per line, such as a '
-            "revision file. The methods memit and ultraedit need a revision file."
+            'revision file, or "world" for the questions of the embedded world. The methods memit and ultraedit need a '
+            "revision file."
         ),
     ] = None,
+    max_others: MaxOthers = MAX_OTHERS,
     save: Annotated[
         Path | None, typer.Option(help="The patch file to write; with --facts a new folder for all patches.")
     ] = None,
@@ -82,7 +84,7 @@ def edit(
     with common.working("loading"):
         task_model = common.load(model, device, seed, template)
         chosen = _find_method(task_model, editor, method, options, max_updates)
-        chosen = _fitted(chosen, task_model, others, model)
+        chosen = _fitted(chosen, task_model, others, max_others)
     edits = _usable(task_model, asked, skip_bad)
     bad += len(asked) - len(edits)
 
@@ -128,7 +130,7 @@ def _find_method(
     return Looped(load_editor(editor, model.device), max_updates)
 
 
-def _fitted(method: EditMethod, model: TaskModel, others: Path | None, name: str) -> EditMethod:
+def _fitted(method: EditMethod, model: TaskModel, others: Path | None, most: int) -> EditMethod:
     """Fits a method to other inputs: to make it ready if it needs that, otherwise to protect their answers."""
     from factpatch.data.revisions import load_revisions, teachable
     from factpatch.protecting import protect
@@ -136,8 +138,9 @@ def _fitted(method: EditMethod, model: TaskModel, others: Path | None, name: str
     if method.needs_sample:
         if others is None:
             raise InputError(f"the method {method.name} is fitted to other edits; name a revision file with --others")
-        return method.calibrated(model, teachable(model, load_revisions(str(others), model, warn=common.warn)))
-    return protect(method, model, read_others(others, name, MAX_OTHERS)) if others else method
+        sample = load_revisions(str(others), model, warn=common.warn)
+        return method.calibrated(model, teachable(model, sample[:most]))
+    return protect(method, model, read_others(others, None, most)) if others else method
 
 
 def _usable(model: TaskModel, asked: list[tuple[str, FactEdit]], skip_bad: bool) -> list[FactEdit]:

@@ -20,8 +20,8 @@ Wordings = Mapping[str, Sequence[str]]  # paraphrases by the input's normalised 
 Others = Annotated[
     Path | None,
     typer.Option(
-        help='Inputs whose answers should not change: one {"input": ...} per line, such as a revision file. '
-        "Default for --model world: the questions of its facts."
+        help='Inputs whose answers should not change: one {"input": ...} per line, such as a revision file, or "world" '
+        "for the questions of the embedded world, the default for --model world."
     ),
 ]
 MaxOthers = Annotated[int, at_least(1, "Maximum number of inputs to use from --others, evenly spaced.")]
@@ -35,19 +35,22 @@ ComparedInputs = Annotated[
 ]
 
 
-def read_others(path: Path | None, model: str, most: int) -> list[str]:
-    """Reads at most `most` inputs, evenly spaced, from a file or, by default, from the embedded world."""
-    if path is None and model == "world":
+def read_others(path: Path | None, model: str | None, most: int) -> list[str]:
+    """Reads at most `most` inputs, evenly spaced, from a file or from the embedded world.
+
+    The embedded world's inputs are used if the path is "world", or if there is no path and the model is "world".
+    """
+    if str(path or model) == "world":
         return evenly_spaced([fact.questions[0] for fact in world.facts()], most)
     if path is None:
         raise InputError("--others is missing; give a file of inputs to leave unchanged, such as a revision file")
-    _, texts = read_wordings(path, model)
+    _, texts = read_wordings(path, None)
     if not texts:
         raise InputError(f"{path} has no inputs; give a file of inputs whose answers should not change")
     return evenly_spaced(texts, most)
 
 
-def read_wordings(path: Path | None, model: str) -> tuple[Wordings, list[str]]:
+def read_wordings(path: Path | None, model: str | None) -> tuple[Wordings, list[str]]:
     """Reads the paraphrases and the inputs of a file; by default, those of the embedded world or none."""
     if path is None and model != "world":
         return {}, []
