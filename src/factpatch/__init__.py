@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from factpatch.merging import merge
     from factpatch.models import TaskModel, load_model
     from factpatch.patch import Patch
+    from factpatch.protecting import protect
     from factpatch.refining import refine
     from factpatch.scope import Scope
 
@@ -30,6 +31,7 @@ _HOMES = {
     "load_editor": "factpatch.editors",
     "load_model": "factpatch.models",
     "merge": "factpatch.merging",
+    "protect": "factpatch.protecting",
     "refine": "factpatch.refining",
 }
 
@@ -46,6 +48,7 @@ __all__ = [
     "load_editor",
     "load_model",
     "merge",
+    "protect",
     "refine",
 ]
 
