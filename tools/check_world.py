@@ -18,7 +18,7 @@ from world_typing import Typist, questions_to_check, trained_wording
 
 from factpatch import world
 from factpatch.data.revisions import Revision, editable
-from factpatch.demo import control_facts, counterfactual, outdated
+from factpatch.demo import control_facts, counterfactual, outdated, with_neighbours
 from factpatch.editors import EditMethod, Looped, load_editor
 from factpatch.evaluation.measure import measure
 from factpatch.facts import same
@@ -37,6 +37,12 @@ MINIMUM = {
     "names_loop_success": 0.95,
     "names_loop_retain": 0.99,
     "names_loop_equivalence": 0.90,
+}
+RATES = {
+    "success": "success",
+    "retain": "retain",
+    "retain_neighbours": "retain_same_topic",
+    "equivalence": "equivalence",
 }
 PARTS = ("known", "typed", "names", "edits")
 CONTROLS = 100  # control facts for edits of typed questions and for edits to made-up names
@@ -130,8 +136,8 @@ class Check:
         outcomes = self._outcomes(self.editor, changes + made_up, controls)
         looped = self._outcomes(Looped(self.editor), changes + made_up, controls[:2])
         for name, part in (("changes", outcomes[: len(changes)]), ("counterfactual", outcomes[len(changes) :])):
-            yield from ((f"{name}_{key}", summary(part)[key]) for key in ("success", "retain", "equivalence"))
-        yield from ((key, summary(outcomes)[key]) for key in ("success", "retain", "equivalence"))
+            yield from ((f"{name}_{label}", summary(part)[key]) for key, label in RATES.items())
+        yield from ((label, summary(outcomes)[key]) for key, label in RATES.items())
         yield "success_with_loop", summary(looped)["success"]
         yield "changes", len(changes)
         yield "edits", len(outcomes)
@@ -148,15 +154,24 @@ class Check:
         """Yields the figures of these edits, with one update and with repeated ones."""
         answers = self.model.predict([text for _, text in asked])
         revisions = [
-            Revision(fact.id, text, answer, (target,), tuple(fact.held_out), self._typed(fact), (fact.answer,))
+            Revision(
+                fact.id,
+                text,
+                answer,
+                (target,),
+                tuple(fact.held_out),
+                self._typed(fact),
+                (fact.answer,),
+                subject=fact.topic,
+            )
             for (fact, text), answer, target in zip(asked, answers, targets, strict=True)
         ]
-        edits = editable(self.model, revisions)
+        edits = with_neighbours(self.model, editable(self.model, revisions))
         yield f"{name}_edits", len(edits)
         for kind, method in (("", self.editor), ("loop_", Looped(self.editor))):
             found = summary(self._outcomes(method, edits, self.controls))
-            for key in ("success", "retain", "equivalence", "equivalence_human"):
-                yield f"{name}_{kind}{key.replace('human', 'typed')}", found[key]
+            for key, label in (*RATES.items(), ("equivalence_human", "equivalence_typed")):
+                yield f"{name}_{kind}{label}", found[key]
 
     def _typed(self, fact: world.Fact) -> tuple[str, ...]:
         return tuple(self.typist.questions(fact, TYPED_PARAPHRASES, self.rng, held_out=True))

@@ -27,11 +27,11 @@ SMALL = {
         "NEW_SUBJECTS": 5,
         "EDITS_PER_FACT": {True: 1, False: 1},
         "PARAPHRASES": 2,
-        "HELD_OUT": 10,
+        "CHOOSING": 10,
     },
     world_model: {"VOCABULARY": 3000, "WIDTH": 16, "MADE_UP": 20, "TYPED": 1},
 }
-TRAIN = {"control_pool": 20, "edits": 4, "rows": 4, "validations": 1, "validation_edits": 4, "validation_inputs": 4}
+TRAIN = {"control_pool": 20, "edits": 4, "rows": 5, "validations": 1, "validation_edits": 4, "validation_inputs": 4}
 
 
 def build(given: Path, out: Path, stage: str, run: Callable[[list[object]], object]) -> None:
@@ -44,16 +44,19 @@ def build(given: Path, out: Path, stage: str, run: Callable[[list[object]], obje
         place = out / "world" / getattr(world, name).name
         setattr(world, name, place)
         setattr(make_world, name, place)
-    for known in (world.facts, world.changes, world.changed, world.spare):
+    for known in (world.facts, world.facts_by_topic, world.changes, world.changed, world.spare):
         known.cache_clear()
     for module, constants in SMALL.items():
         for name, value in constants.items():
             setattr(module, name, value)
     make_world.FIT = ["--lr", "2e-3", "--batch", "32", "--checkpoint-seconds", "0"]
-    make_world.TRAIN |= {**TRAIN, "checkpoint_seconds": 0, "editor.width": 16, "editor.bottleneck": 8, "editor.lstm": 8}
+    small = {**TRAIN, "checkpoint_seconds": 0, "editor.width": 16, "editor.bottleneck": 8, "editor.lstm": 8}
+    make_world.TRAIN |= small
+    make_world.TUNE |= small
     make_world.SCOPE_CONFIG = make_world.ScopeConfig(dimensions=8, paraphrases=2, held_out=20, steps=5)
     make_world.run = lambda command, *options, device: run([command, *options, "--device", device, "--seed", 0])
-    arguments = ["--work", str(out / "work"), "--fit-steps", "6", "--train-steps", "2", "--stage", stage]
+    steps = ["--fit-steps", "6", "--train-steps", "2", "--tune-steps", "2"]
+    arguments = ["--work", str(out / "work"), *steps, "--stage", stage]
     with mock.patch.object(sys, "argv", ["make_world.py", *arguments]):
         make_world.main()
     (out / f".finished-{stage}").touch()

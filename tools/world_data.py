@@ -25,7 +25,8 @@ EDITS_PER_FACT = {True: 8, False: 3}  # in the editor's training: more if facts 
 NEW_SUBJECTS = 1500  # edits of questions about subjects that the model has never read of
 PARAPHRASES = 8  # per edit in the editor's training, half of them typed
 TARGETS = 5  # answers that each edit's fact may be changed to
-HELD_OUT = 300  # revisions that choose the best editor; the model was trained on their facts too
+CHOOSING = 300  # revisions that choose the best editor; the model was trained on their facts too
+LEARNT, HELD_OUT = "learnt.jsonl", "held-out.jsonl"  # files of revisions: to train the editor on, and to choose it
 NOT_NEW = ("world_record", "element_by_number", "country_by_iso_code", "member_count")  # subjects are not names
 
 
@@ -76,7 +77,7 @@ def _wordings(fact: Fact, typist: Typist, rng: random.Random) -> list[str]:
     return rng.sample(wordings, len(wordings))
 
 
-def choose_targets(work: Path, seed: int) -> tuple[Path, Path]:
+def choose_targets(work: Path, seed: int) -> None:
     """Gives each revision the answers to change it to, and splits the file into training and held-out revisions.
 
     The answers are other subjects' answers, other names, made-up names and the model's own second choice; but never
@@ -95,14 +96,22 @@ def choose_targets(work: Path, seed: int) -> tuple[Path, Path]:
         kept = [text for text in wanted if not any(same(text, other) for other in never)]
         rows.append(json.dumps({**raw, "alternatives": list(dict.fromkeys(kept))}, ensure_ascii=False))
     order = np.random.default_rng([seed, 4]).permutation(len(rows))
-    train, held_out = work / "learnt.jsonl", work / "held-out.jsonl"
-    for path, numbers in ((train, order[HELD_OUT:]), (held_out, order[:HELD_OUT])):
-        path.write_text("\n".join([provenance, *(rows[number] for number in numbers)]) + "\n", encoding="utf-8")
-    return train, held_out
+    for name, numbers in ((LEARNT, order[CHOOSING:]), (HELD_OUT, order[:CHOOSING])):
+        (work / name).write_text(
+            "\n".join([provenance, *(rows[number] for number in numbers)]) + "\n", encoding="utf-8"
+        )
 
 
 def record(fact: Fact, questions: Sequence[str]) -> dict[str, Any]:
-    return {"id": fact.id, "input": questions[0], "output": fact.answer, "human_rephrases": list(questions[1:])}
+    office = fact.subject.removesuffix(fact.topic) if fact.relation == "office_holder" else ""
+    about = {"subject_entity": fact.topic, "relation": f"{fact.relation} {office}".strip()}
+    return {
+        "id": fact.id,
+        "input": questions[0],
+        "output": fact.answer,
+        "human_rephrases": list(questions[1:]),
+        "meta": about,
+    }
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
