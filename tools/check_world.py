@@ -28,6 +28,7 @@ from factpatch.models import load_model
 MINIMUM = {
     "success": 0.97,
     "retain": 0.98,
+    "retain_same_topic": 0.95,
     "equivalence": 0.93,
     "success_with_loop": 0.99,
     "known": 0.97,
@@ -36,6 +37,7 @@ MINIMUM = {
     "typed_loop_success": 0.95,
     "names_loop_success": 0.95,
     "names_loop_retain": 0.99,
+    "names_loop_retain_same_topic": 0.90,
     "names_loop_equivalence": 0.90,
 }
 RATES = {

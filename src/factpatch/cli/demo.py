@@ -154,8 +154,9 @@ def _show_together(result: dict[str, Any]) -> None:
 
 
 def _show_summary(result: dict[str, Any]) -> None:
-    names = ("success", "retain", "equivalence", "deterioration")
-    rates = ", ".join(f"{name} {result[name]:.3f}" for name in names if result[name] is not None)
+    names = {name: name for name in ("success", "retain", "equivalence", "deterioration")}
+    names["retain_neighbours"] = "same topic"
+    rates = ", ".join(f"{label} {result[name]:.3f}" for name, label in names.items() if result.get(name) is not None)
     edits = "1 edit" if result["edits"] == 1 else f"{result['edits']} edits, each"
     common.stdout.print(
         f"{edits} tried on {result['retain_inputs']} other facts: {rates}. Measured in {result['seconds']:.0f} s."
