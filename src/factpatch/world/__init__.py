@@ -35,7 +35,7 @@ class Fact:
 
     @property
     def topic(self) -> str:
-        """What the fact is about, such as a country. Facts of several relations can share a topic."""
+        """The topic of the fact, such as a country. Facts of several relations can share it."""
         if self.relation == "office_holder":
             about = self.subject.split(" of ", 1)[-1]
         else:
