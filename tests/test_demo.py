@@ -135,7 +135,7 @@ def test_the_table_fits_80_columns_and_names_every_failure(
 ) -> None:
     """Without colours: in a log, success and failure are words."""
     changes = [change(f"Who is the Prime Minister of country {i}, which is far away?", i % 20 > 0) for i in range(60)]
-    rates = {"success": 0.95, "retain": 1.0, "equivalence": 0.95, "deterioration": 0.0}
+    rates = {"success": 0.95, "retain": 1.0, "equivalence": 0.95, "deterioration": 0.0, "retain_neighbours": 0.9}
     result = {**rates, "edits": 60, "retain_inputs": 40, "changes": changes}
     monkeypatch.setattr(demo, "demonstrate", lambda *_: result)
     outdated = demo.outdated

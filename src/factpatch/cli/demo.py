@@ -18,6 +18,8 @@ from factpatch.cli.common import MAX_UPDATES, Device, Json, Seed, at_least, esca
 SHOWN = 30  # rows of the table; the JSON result has all
 # The narrow columns of the table and their widths
 NARROW = {"ok": 3, "other\nwording": 7, "same\ntopic": 5, "others\nkept": 6}
+# Rates that are shown, by their keys in the JSON result
+RATES = {"success": "success", "retain": "retain", "retain_neighbours": "same topic", "equivalence": "equivalence"}
 
 
 def demo(
@@ -138,15 +140,9 @@ def _show_together(result: dict[str, Any]) -> None:
         "scoped": "a ledger of patches, each used only for questions about its own fact",
         "merged": f"one merged patch of {joint['bytes'] / 1e6:.1f} MB",
     }
-    names = {
-        "success": "success",
-        "retain": "retain",
-        "retain_neighbours": "same topic",
-        "equivalence": "equivalence",
-    }
-    table = Table("approach", *names.values(), title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
+    table = Table("approach", *RATES.values(), title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
     for key, label in ways.items():
-        table.add_row(label, *(f"{joint[key][name]:.3f}" for name in names))
+        table.add_row(label, *(f"{joint[key][name]:.3f}" for name in RATES))
     common.stdout.print(table)
     common.stdout.print(
         f"One more fact took {joint['add_seconds']:.2f} s to add and {joint['remove_seconds']:.2f} s to remove."
@@ -154,9 +150,8 @@ def _show_together(result: dict[str, Any]) -> None:
 
 
 def _show_summary(result: dict[str, Any]) -> None:
-    names = {name: name for name in ("success", "retain", "equivalence", "deterioration")}
-    names["retain_neighbours"] = "same topic"
-    rates = ", ".join(f"{label} {result[name]:.3f}" for name, label in names.items() if result.get(name) is not None)
+    names = {**RATES, "deterioration": "deterioration"}
+    rates = ", ".join(f"{label} {result[name]:.3f}" for name, label in names.items() if result[name] is not None)
     edits = "1 edit" if result["edits"] == 1 else f"{result['edits']} edits, each"
     common.stdout.print(
         f"{edits} tried on {result['retain_inputs']} other facts: {rates}. Measured in {result['seconds']:.0f} s."
