@@ -133,6 +133,7 @@ def test_every_method(
         (["--method", "finetune", "--together", "2", "--scope", "x"], "only used by --merge scope"),
         (["--method", "finetune", "--together", "2", "--false-matches", "0.1"], "only used by --together with --merge"),
         (["--method", "finetune", "--refine", 1], "only used by --together with --merge solve"),
+        (["--method", "ultraedit", "--ridge", 1, "--together", "2", "--merge", "own"], "which has no ridge"),
     ],
 )
 def test_options_that_do_not_fit(

@@ -151,7 +151,7 @@ def evaluate(
     options = parse_options(setting, method, editor, select)
     sizes = parse_sizes(together)
     is_fitted = ridge is not None or needs_sample(method)
-    check_joint_options(bool(sizes), merge, others, is_fitted, scope, false_matches, mode, refine)
+    check_joint_options(bool(sizes), merge, others, is_fitted, ridge, scope, false_matches, mode, refine)
     check_writable(output)
     with common.working("loading"):
         from factpatch.data.revisions import RevisionFile, hash_revisions, load_revisions

@@ -54,6 +54,7 @@ def check_joint_options(
     merge: str,
     others: str | None,
     is_fitted: bool,
+    ridge: float | None,
     scope: str | None,
     false_matches: float | None,
     mode: str,
@@ -62,6 +63,8 @@ def check_joint_options(
     """Refuses options that have no effect. If the method `is_fitted` to inputs, --others has one without --together."""
     if not together and (scope or (others and not is_fitted)):
         raise typer.BadParameter("--others and --scope are only used by --together; add it, or leave them out")
+    if ridge is not None and merge == "own":
+        raise typer.BadParameter("--merge own makes the method's own joint update, which has no ridge; leave one out")
     if false_matches is not None and not (together and merge == "scope"):
         raise typer.BadParameter("--false-matches is only used by --together with --merge scope; add these")
     if scope and merge != "scope":
