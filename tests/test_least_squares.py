@@ -13,13 +13,15 @@ from samples import revisions, texts, write_revisions
 
 from factpatch.covariance import Covariance
 from factpatch.data.revisions import edit_of, editable, read_revisions
+from factpatch.deltas import LowRank
 from factpatch.editors import HyperNetwork, Looped, load_editor
-from factpatch.engine import edited
+from factpatch.editors.least_squares import LeastSquares
+from factpatch.engine import Trace, edited
 from factpatch.errors import FileError, InputError
 from factpatch.facts import FactEdit
 from factpatch.merging import merge
 from factpatch.models import TaskModel
-from factpatch.patch import stack_patches
+from factpatch.patch import stack_patches, weight_shape
 
 RIDGE = 0.3
 
@@ -158,3 +160,20 @@ def test_evaluating_it(model: TaskModel, editor: HyperNetwork, tmp_path: Path, r
     again = run(*plain, "--others", others, "--ridge", 0.5, "--output", tmp_path / "solved")
     assert again.code == 1
     assert "other results" in again.err
+
+
+def test_bf16(model: TaskModel, covariance: Covariance) -> None:
+    """In bf16, products are computed in float32. Only the rounding of the factors shows."""
+    shapes = {name: weight_shape(layer) for name, layer in model.layers.items() if name in covariance.readers}
+    solver = LeastSquares.fitted(covariance, shapes, RIDGE, 0.01, model.device)
+    torch.manual_seed(0)
+    inputs = {key: torch.randn(2, 5, shapes[names[0]][1]).bfloat16() for key, names in solver.weights.items()}
+    deltas = {name: LowRank(torch.randn(2, 3, in_), torch.randn(2, 3, out)) for name, (out, in_) in shapes.items()}
+    real = [torch.tensor([[True] * 5, [True, True, True, False, False]])]
+    changes = []
+    for dtype in (torch.bfloat16, torch.float64):
+        traces = {name: Trace(x := inputs[solver.readers[name]].to(dtype), torch.zeros_like(x)) for name in shapes}
+        changes.append(solver(deltas, traces, real))
+    for name in shapes:
+        found, expected = (change[name].dense().double() for change in changes)
+        assert (found - expected).norm() < 2e-2 * expected.norm()

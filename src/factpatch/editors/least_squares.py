@@ -79,15 +79,23 @@ class LeastSquares(nn.Module):
                 continue
             X = traces[traced[0]].X
             with torch.no_grad():
-                K = X.double() * masks[X.shape[1]]  # (edits, tokens, in); without padding
-                A = K @ inverse.double()
-                P = _inverse(A @ K.mT)  # (edits, tokens, tokens)
+                K = X.to(_precise(X)) * masks[X.shape[1]]  # (edits, tokens, in); without padding
+                A = K @ inverse.to(K.dtype)
+                P = _inverse((A @ K.mT).double())  # (edits, tokens, tokens)
             factor = _padded(A, X)
             for name in traced:
                 delta = deltas[name]
                 V = delta.add_rows(K.new_zeros(*K.shape[:2], delta.shape[0]).float(), K.float())  # (edits, tokens, out)
                 solved[name] = LowRank(factor, _padded(P.float() @ V, X))
         return solved
+
+
+def _precise(X: Tensor) -> torch.dtype:
+    """Returns the dtype of the products. In float32, the change has errors of up to 3e-4, far less than those of bf16.
+
+    On a GPU, products of float32 may have only ten bits, and those of float64 take hardly longer.
+    """
+    return torch.float32 if X.dtype == torch.bfloat16 and X.device.type == "cpu" else torch.float64
 
 
 def _inverse(products: Tensor) -> Tensor:

@@ -58,10 +58,11 @@ class FactEncoder(nn.Module):
     def forward(self, condition: Condition, states: Tensor | None = None) -> Tensor:
         last = (condition.lengths - 1)[:, None]  # (edits, 1)
         positions = torch.arange(condition.ids.shape[1], device=last.device)[None]  # (1, tokens)
-        reversed_ids = condition.ids.gather(1, (last - positions).clamp(min=0))
+        tokens = self.embedding(condition.ids)  # (edits, tokens, width)
+        backwards = tokens.take_along_dim((last - positions).clamp(min=0)[:, :, None], dim=1)
         ends = [
-            lstm(self.embedding(ids))[0].take_along_dim(last[:, :, None], dim=1).squeeze(1)  # (edits, lstm)
-            for lstm, ids in ((self.forwards, condition.ids), (self.backwards, reversed_ids))
+            lstm(read)[0].take_along_dim(last[:, :, None], dim=1).squeeze(1)  # (edits, lstm)
+            for lstm, read in ((self.forwards, tokens), (self.backwards, backwards))
         ]
         h = self.out(torch.cat(ends, dim=-1))
         return (h if self.states is None else h + self.states(states)).tanh()

@@ -58,7 +58,8 @@ class TextModel(TaskModel):
         """Returns the answer text of each sequence of generated tokens."""
 
     def logits(self, rows: Rows) -> Tensor:
-        with self._head_reads(lambda states: states[:, -_width(rows) :]):
+        # Of a slice that is not contiguous, a linear layer makes one product per row, each with a copy of its weight.
+        with self._head_reads(lambda states: states[:, -_width(rows) :].contiguous()):
             return self._forward(rows).float()
 
     def features(self, rows: Rows) -> Tensor:

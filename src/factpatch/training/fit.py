@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from factpatch.backends import no_cudnn_attention
+from factpatch.backends import training_attention
 from factpatch.data.holdout import hold_out
 from factpatch.data.records import Counts, Record, source_hash
 from factpatch.device import PRECISIONS, environment, find_device, find_dtype, to_device
@@ -191,7 +191,6 @@ class Fit(Run):
         network.load_state_dict(self.best)
         network.eval().requires_grad_(False)
 
-    @no_cudnn_attention()
     def _update(self, share: float) -> None:
         """Makes one step. Each process runs a share of the batch; the summed gradients are those of the whole batch."""
         config = self.config
@@ -203,10 +202,11 @@ class Fit(Run):
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.accelerator.device)
         if mine:
-            with self._mixed_precision():
-                loss = summed_loss(self.model, mine, config)
-            loss = loss / (len(batch) if config.task == "classify" else sum(len(e.target) for e in batch))
-            loss.backward()
+            with training_attention(self.accelerator.device, self.dtype):
+                with self._mixed_precision():
+                    loss = summed_loss(self.model, mine, config)
+                loss = loss / (len(batch) if config.task == "classify" else sum(len(e.target) for e in batch))
+                loss.backward()
         sum_gradients(self.accelerator, self.network.parameters())
         self.optimizer.step()
         self.loss = summed(self.accelerator, loss.detach())

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from factpatch.backends import no_cudnn_attention, tensor_core_products
+from factpatch.backends import tensor_core_products, training_attention
 from factpatch.editors import TrainableEditor
 from factpatch.training.batcher import StepBatch
 from factpatch.training.config import TrainConfig
@@ -57,7 +57,6 @@ class Learner:
         self.optimizer.param_groups[0]["lr"] = editor
         self.multiplier_lr = multipliers
 
-    @no_cudnn_attention()
     @tensor_core_products()
     def step(self, batches: Sequence[StepBatch]) -> Tensor:
         """Makes one update from all batches of a step, of this process and of others.
@@ -66,7 +65,9 @@ class Learner:
         """
         for parameter in self.parameters:
             parameter.grad = None
-        figures, *gradients = self._summed(batches)
+        network = self.objective.model.model
+        with training_attention(network.device, network.dtype):
+            figures, *gradients = self._summed(batches)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         sum_gradients(self.accelerator, self.parameters)
