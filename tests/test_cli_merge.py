@@ -111,6 +111,25 @@ def test_a_ledgers_life(run: Run, others: Path, tmp_path: Path) -> None:
         assert refused.err.count("\n") == 1
 
 
+def test_a_ledger_of_patches_from_another_method(run: Run, others: Path, tmp_path: Path) -> None:
+    """A model without a trained editor can have a ledger, too."""
+    given = ("--ledger", tmp_path / "facts.db", "--model", "world", "--device", "cpu")
+    assert run("ledger", "init", *given, "--others", others, "--max-others", 40, "--mode", "sequence").code == 0
+    fact = ("--input", "What is the capital of Burundi?", "--target", "Gitega")
+    add = ("ledger", "add", *given, *fact, "--method", "finetune")
+    (added,) = run(*add, "--set", "lr=1e-3", "--others", others, "--max-others", 40, "--json").json["facts"]
+    assert added["target"] == "Gitega"
+    assert run("ledger", "verify", *given, "--others", others, "--max-others", 40, "--json").json["lost"] == 0
+    for arguments, code, reason in (
+        ((*add, "--editor", "world"), 2, "give either --editor, or a --method"),
+        (("ledger", "add", *given, *fact), 2, "give either --editor, or a --method"),
+        (("ledger", "add", *given, *fact, "--method", "memit"), 1, "name a revision file with --others"),
+    ):
+        refused = run(*arguments)
+        assert refused.code == code
+        assert reason in " ".join(refused.err.replace("│", " ").split())
+
+
 def test_bench_merge_reports_its_keys(run: Run) -> None:
     found = run("bench", "merge", "--shape", "minilm", "--facts", 2, "--tokens", 4, "--device", "cpu", "--json").json
     assert found["merge_seconds"] > 0

@@ -44,6 +44,9 @@ def test_other_models_need_questions(run: Callable[..., Ran], tmp_path: Path, ch
     refused = run("serve", *given)
     assert refused.code == 1
     assert "--others is missing" in refused.err
+    neither = run("serve", "--model", checker, "--ledger", tmp_path / "facts.db")
+    assert neither.code == 2
+    assert "give either --editor" in neither.err
 
 
 def test_the_demonstration_has_a_page_or_a_fact(run: Callable[..., Ran]) -> None:

@@ -36,7 +36,6 @@ Model = Annotated[
     str,
     typer.Option(help='Model folder, GGUF file, model name on the Hugging Face hub, or "world" for the embedded one.'),
 ]
-Editor = Annotated[str, typer.Option(help='Folder of an editor trained for this model, or "world".')]
 Template = Annotated[
     str | None,
     typer.Option(

@@ -12,8 +12,9 @@ from rich.table import Table
 
 from factpatch.cli import common
 from factpatch.cli.common import MAX_UPDATES, Device, Json, Model, Seed, SkipBad, Template, at_least, escape
-from factpatch.cli.evaluate_options import MethodOptions, parse_options
-from factpatch.cli.others import MAX_OTHERS, MaxOthers, read_others
+from factpatch.cli.evaluate_options import MethodOptions
+from factpatch.cli.methods import Editor, Method, ProtectedInputs, check_method, fit_method, load_method
+from factpatch.cli.others import MAX_OTHERS, MaxOthers
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, read_numbered_edits, same
 from factpatch.files import check_writable
@@ -31,10 +32,8 @@ PREDICTED_PER_BATCH = 256  # facts; a bad one is reported before those after it 
 
 def edit(
     model: Model,
-    editor: Annotated[str | None, typer.Option(help='Folder of an editor trained for this model, or "world".')] = None,
-    method: Annotated[
-        str | None, typer.Option(help="A method that needs no trained editor instead, such as lora or finetune.")
-    ] = None,
+    editor: Editor = None,
+    method: Method = None,
     setting: MethodOptions = None,
     input: Input = None,
     target: Target = None,
@@ -42,14 +41,7 @@ def edit(
     max_updates: Annotated[
         int, at_least(1, "Repeat the update until the edit succeeds, at most N times. 1 makes a single update.")
     ] = MAX_UPDATES,
-    others: Annotated[
-        Path | None,
-        typer.Option(
-            help='Inputs whose answers should change as little as possible: one {"input": ...} per line, such as a '
-            'revision file, or "world" for the questions of the embedded world. The methods memit and ultraedit need a '
-            "revision file."
-        ),
-    ] = None,
+    others: ProtectedInputs = None,
     max_others: MaxOthers = MAX_OTHERS,
     save: Annotated[
         Path | None, typer.Option(help="The patch file to write; with --facts a new folder for all patches.")
@@ -70,9 +62,7 @@ def edit(
     Example: factpatch edit --model world --editor world --input "What is the capital of Burundi?" --target Gitega
     """
     check_asked(input, target, facts)
-    if (editor is None) == (method is None):
-        raise typer.BadParameter("give either --editor, or a --method that needs no trained editor")
-    options = parse_options(setting, method, editor, select=False)
+    options = check_method(editor, method, setting)
     asked, bad = read_numbered_edits(facts, skip_bad) if facts else ([("", FactEdit(x=str(input), a=str(target)))], 0)
     if save and facts:
         common.refuse_used_folder(save, "--save")
@@ -83,8 +73,8 @@ def edit(
     start = time.perf_counter()
     with common.working("loading"):
         task_model = common.load(model, device, seed, template)
-        chosen = _find_method(task_model, editor, method, options, max_updates)
-        chosen = _fitted(chosen, task_model, others, max_others)
+        chosen = load_method(task_model, editor, method, options, max_updates)
+        chosen = fit_method(chosen, task_model, others, max_others)
     edits = _usable(task_model, asked, skip_bad)
     bad += len(asked) - len(edits)
 
@@ -117,30 +107,6 @@ def edit(
 def check_asked(input: str | None, target: str | None, facts: Path | None) -> None:
     if (facts is None) == (input is None) or (input is None) != (target is None):
         raise typer.BadParameter("give either --input and --target, or --facts")
-
-
-def _find_method(
-    model: TaskModel, editor: str | None, method: str | None, options: dict[str, Any], max_updates: int
-) -> EditMethod:
-    """Loads an editor that repeats its update until an edit succeeds, or creates a method without training."""
-    from factpatch.editors import Looped, create_method, load_editor
-
-    if editor is None:
-        return create_method(str(method), **options)
-    return Looped(load_editor(editor, model.device), max_updates)
-
-
-def _fitted(method: EditMethod, model: TaskModel, others: Path | None, most: int) -> EditMethod:
-    """Fits a method to other inputs: to make it ready if it needs that, otherwise to protect their answers."""
-    from factpatch.data.revisions import load_revisions, teachable
-    from factpatch.protecting import protect
-
-    if method.needs_sample:
-        if others is None:
-            raise InputError(f"the method {method.name} is fitted to other edits; name a revision file with --others")
-        sample = load_revisions(str(others), model, warn=common.warn)
-        return method.calibrated(model, teachable(model, sample[:most]))
-    return protect(method, model, read_others(others, None, most)) if others else method
 
 
 def _usable(model: TaskModel, asked: list[tuple[str, FactEdit]], skip_bad: bool) -> list[FactEdit]:

@@ -10,11 +10,13 @@ import typer
 from rich.table import Table
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Editor, Json, Model, Seed, SkipBad, Template, escape
+from factpatch.cli.common import Device, Json, Model, Seed, SkipBad, Template, escape
 from factpatch.cli.edit import Facts, Input, Target, check_asked
+from factpatch.cli.evaluate_options import MethodOptions
 from factpatch.cli.export import Rank, export_adapter, show_export
 from factpatch.cli.merge import MAX_OTHERS as MAX_OTHERS_TO_MERGE
 from factpatch.cli.merge import CovarianceFile, Mode, Refine, Ridge, find_covariance
+from factpatch.cli.methods import Editor, Method, ProtectedInputs, check_method, fit_method, load_method
 from factpatch.cli.others import MAX_OTHERS, ComparedInputs, MaxOthers, Others, read_others, read_wordings
 from factpatch.errors import FileError, InputError
 from factpatch.facts import FactEdit, normalize, read_edits
@@ -73,7 +75,9 @@ def init(
 def add(
     ledger: LedgerFile,
     model: Model,
-    editor: Editor,
+    editor: Editor = None,
+    method: Method = None,
+    setting: MethodOptions = None,
     input: Input = None,
     target: Target = None,
     paraphrase: Annotated[
@@ -81,6 +85,8 @@ def add(
     ] = None,
     facts: Facts = None,
     note: Annotated[str, typer.Option(help="A remark to keep with the facts, such as their source.")] = "",
+    others: ProtectedInputs = None,
+    max_others: MaxOthers = MAX_OTHERS,
     skip_bad: SkipBad = False,
     template: Template = None,
     device: Device = None,
@@ -92,19 +98,20 @@ def add(
     Example: factpatch ledger add --ledger facts.db --model world --editor world --facts facts.jsonl
     """
     check_asked(input, target, facts)
+    options = check_method(editor, method, setting)
     if facts and paraphrase:
         raise typer.BadParameter("--paraphrase belongs to --input; leave it out with --facts")
     edits, bad = read_edits(facts, skip_bad) if facts else ([FactEdit(str(input), str(target))], 0)
     if bad:
         common.warn(f"{bad:,} bad lines of {facts} were skipped")
     with common.working("adding"):
-        from factpatch.editors import load_editor
         from factpatch.ledger import Ledger
 
         task_model = common.load(model, device, seed, template)
         with Ledger(ledger, task_model) as opened:
-            paraphrases = {str(input): paraphrase or []}
-            added = opened.add(load_editor(editor, task_model.device), edits, paraphrases, note)
+            chosen = load_method(task_model, editor, method, options)
+            chosen = fit_method(chosen, task_model, others, max_others)
+            added = opened.add(chosen, edits, {str(input): paraphrase or []}, note)
     _print_facts(added, as_json)
 
 

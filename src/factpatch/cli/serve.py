@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from factpatch.cli import common
-from factpatch.cli.common import Device, Editor, Json, Model, Seed, Template, at_least, escape
-from factpatch.cli.others import evenly_spaced
+from factpatch.cli.common import Device, Json, Model, Seed, Template, at_least, escape
+from factpatch.cli.evaluate_options import MethodOptions
+from factpatch.cli.methods import Editor, Method, check_method, fit_method, load_method
+from factpatch.cli.others import MAX_OTHERS, evenly_spaced
 from factpatch.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,8 +26,10 @@ OTHERS_FOR_MERGING = 1200  # questions that a new ledger's merged patch leaves a
 
 def serve(
     model: Model,
-    editor: Editor,
     ledger: Annotated[Path, typer.Option(help="Ledger file. It is created if it does not exist.")],
+    editor: Editor = None,
+    method: Method = None,
+    setting: MethodOptions = None,
     others: Annotated[
         Path | None,
         typer.Option(
@@ -59,22 +63,23 @@ def serve(
 
     Example: factpatch serve --model world --editor world --ledger facts.db
     """
+    options = check_method(editor, method, setting)
     with common.working("loading"):
         from factpatch.serve import run
 
         run.require_web()
         run.check_exposure(host, token)
-        from factpatch.editors import load_editor
         from factpatch.serve.limits import Limits
         from factpatch.serve.service import Service
 
         questions = _find_questions(model, others, seed)
         task_model = common.load(model, device, seed, template)
         _leave_a_core(task_model)
-        trained = load_editor(editor, task_model.device)
+        chosen = load_method(task_model, editor, method, options)
+        chosen = fit_method(chosen, task_model, others if chosen.needs_sample else None, MAX_OTHERS)
         fact_scope = _find_scope(task_model, model, scope, others)
         _create_ledger(ledger, task_model, questions)
-        service = Service(task_model, trained, ledger, fact_scope, questions, Limits(requests_per_minute=rate))
+        service = Service(task_model, chosen, ledger, fact_scope, questions, Limits(requests_per_minute=rate))
 
     def on_ready(url: str) -> None:
         if as_json:
