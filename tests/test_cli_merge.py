@@ -117,8 +117,8 @@ def test_a_ledger_of_patches_from_another_method(run: Run, others: Path, tmp_pat
     assert run("ledger", "init", *given, "--others", others, "--max-others", 40, "--mode", "sequence").code == 0
     fact = ("--input", "What is the capital of Burundi?", "--target", "Gitega")
     add = ("ledger", "add", *given, *fact, "--method", "finetune")
-    (added,) = run(*add, "--set", "lr=1e-3", "--others", others, "--max-others", 40, "--json").json["facts"]
-    assert added["target"] == "Gitega"
+    added = run(*add, "--set", "lr=1e-3", "--others", others, "--max-others", 40, "--json").json
+    assert (added["facts"][0]["target"], added["lost_facts"]) == ("Gitega", [])
     assert run("ledger", "verify", *given, "--others", others, "--max-others", 40, "--json").json["lost"] == 0
     for arguments, code, reason in (
         ((*add, "--editor", "world"), 2, "give either --editor, or a --method"),
@@ -128,6 +128,15 @@ def test_a_ledger_of_patches_from_another_method(run: Run, others: Path, tmp_pat
         refused = run(*arguments)
         assert refused.code == code
         assert reason in " ".join(refused.err.replace("│", " ").split())
+
+
+def test_facts_that_the_merge_loses_are_named(run: Run, others: Path, tmp_path: Path) -> None:
+    given = ("--ledger", tmp_path / "facts.db", "--model", "world", "--device", "cpu")
+    assert run("ledger", "init", *given, "--others", others, "--max-others", 40, "--ridge", 1e6).code == 0
+    add = ("ledger", "add", *given, "--editor", "world")
+    lost = run(*add, "--input", "What is the capital of Burundi?", "--target", "Gitega", "--json")
+    assert lost.json["lost_facts"] == [1]
+    assert "In the merged patch, 1 of 1 new fact did not hold" in lost.err
 
 
 def test_bench_merge_reports_its_keys(run: Run) -> None:

@@ -292,9 +292,12 @@ class Ledger:
             self._patches[fact.id] = self.store.patch(fact, self.meta["base"])
         return self._patches[fact.id]
 
-    def verify(self, others: Sequence[str] = ()) -> Verification:
-        """Runs the merged model on all active facts and their paraphrases, and counts unchanged answers to `others`."""
-        facts = self.facts()
+    def verify(self, others: Sequence[str] = (), facts: Sequence[Fact] | None = None) -> Verification:
+        """Runs the merged model on facts and their paraphrases, and counts unchanged answers to `others`.
+
+        By default, all active facts are verified.
+        """
+        facts = self.facts() if facts is None else facts
         texts = [text for fact in facts for text in (fact.x, *fact.paraphrases)]
         with unpatched(self.model):
             before = self.model.predict(others, cut=True)

@@ -95,6 +95,8 @@ def add(
 ) -> None:
     """Make a patch for each fact, check it, and record all facts. If one fails, none is recorded.
 
+    A warning says if facts do not hold in the merged patch, where they disturb each other.
+
     Example: factpatch ledger add --ledger facts.db --model world --editor world --facts facts.jsonl
     """
     check_asked(input, target, facts)
@@ -112,7 +114,13 @@ def add(
             chosen = load_method(task_model, editor, method, options)
             chosen = fit_method(chosen, task_model, others, max_others)
             added = opened.add(chosen, edits, {str(input): paraphrase or []}, note)
-    _print_facts(added, as_json)
+            lost = [verdict.fact.id for verdict in opened.verify(facts=added).verdicts if not verdict.holds]
+    _print_facts(added, as_json, lost_facts=lost)
+    if lost:
+        common.warn(
+            f"In the merged patch, {len(lost)} of {common.counted(len(added), 'new fact')} did not hold, although "
+            "each one's own patch works. Use a scope, or make a ledger with --mode sequence or --refine."
+        )
 
 
 @app.command()
@@ -298,10 +306,10 @@ def _show_written(output: Path, patch: Patch, as_json: bool) -> None:
         common.stdout.print(f"Wrote {escape(str(output))}: {common.counted(len(patch.edits), 'fact')}.")
 
 
-def _print_facts(facts: list[Fact], as_json: bool) -> None:
+def _print_facts(facts: list[Fact], as_json: bool, **counts: object) -> None:
     if as_json:
         keys = ("id", "x", "before", "target", "status", "added", "note")
-        common.print_json({"facts": [{key: getattr(fact, key) for key in keys} for fact in facts]})
+        common.print_json({"facts": [{key: getattr(fact, key) for key in keys} for fact in facts], **counts})
         return
     table = Table("id", "input", "before", "target", "status", "added")
     for fact in facts:
