@@ -97,7 +97,7 @@ def test_one_block_only(model: TaskModel, short_edits: list[FactEdit]) -> None:
     (patch, *_) = FineTune(layers=blocks[0], lr=1e-3, steps=2).propose(model, short_edits)
     assert patch.deltas
     assert all(name.startswith(f"{blocks[0]}.") for name in patch.deltas)
-    with pytest.raises(InputError, match=f"choose all, or one of {blocks[0]}"):
+    with pytest.raises(InputError, match=f"choose all, mlp, a pattern, or a block: {blocks[0]}"):
         FineTune(layers="layer.99").propose(model, short_edits)
 
 

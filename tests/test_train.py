@@ -20,6 +20,7 @@ from training_runs import QUICK, SMALL, editor_weights, start
 
 from factpatch.data.revisions import Revision
 from factpatch.editors import load_editor
+from factpatch.editors.trainable import matching_shapes
 from factpatch.errors import FileError, InputError, MismatchError, TrainingError
 from factpatch.evaluation import measure, predicted_now
 from factpatch.models import TaskModel, load_model
@@ -303,6 +304,8 @@ def test_some_layers_only(checker: Path, claims: Path, tmp_path: Path) -> None:
     run.run(claims)
     editor = load_editor(tmp_path / "run" / "editor")
     assert all("layer.0." in name for name in editor.shapes)
+    assert run.editor.shapes.keys() == matching_shapes(run.model, ("*.layer.0",)).keys()
+    assert len(matching_shapes(run.model, ("mlp:1", "*.layer.0.output.dense"))) == 3
     with pytest.raises(InputError, match="no editable weight matches nothing"):
         start(replace(QUICK, layers=("nothing",)), checker, tmp_path / "other")
 

@@ -7,7 +7,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from factpatch.covariance import Covariance
 from factpatch.deltas import Delta
 from factpatch.editors.base import EditMethod, split_stacks
+from factpatch.editors.layer_choice import chosen_layers
 from factpatch.editors.least_squares import SHRINKAGE, LeastSquares, real_tokens, with_distinct_widths
 from factpatch.engine import Trace, capture, edited
 from factpatch.errors import FileError, InputError, MismatchError, reason
@@ -242,17 +242,10 @@ def _checksum(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
     return hashlib.sha256(f"{settings} {hash_tensors(state)}".encode()).hexdigest()
 
 
-def matching_shapes(model: TaskModel, patterns: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Returns the shapes of the editable weights whose names match one of the patterns, such as `*.0.*`."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in model.layers):
-            example = next(iter(model.layers))
-            raise InputError(f"no editable weight matches {pattern}; an example of a name is {example}")
-    return {
-        name: weight_shape(layer)
-        for name, layer in model.layers.items()
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+def matching_shapes(model: TaskModel, choices: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Returns the shapes of the editable weights that any of the choices names; see `chosen_layers`."""
+    chosen = {name for choice in choices for name in chosen_layers(model, choice)}
+    return {name: weight_shape(layer) for name, layer in model.layers.items() if name in chosen}
 
 
 def _check_finite(deltas: Mapping[str, Delta]) -> None:

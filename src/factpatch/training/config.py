@@ -45,7 +45,7 @@ class TrainConfig:
 
     # The editor
     method: str = "hyper"  # any registered method that can be trained
-    layers: tuple[str, ...] = ("*",)  # patterns for the names of the weights to edit
+    layers: tuple[str, ...] = ("*",)  # weights to edit: blocks, name patterns, mlp, or mlp:3 for the last three
     editor: Any = None  # the method's own config; its defaults if None
 
     # The objective
@@ -190,7 +190,7 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     if config.split > config.edits:
         yield f"split={config.split} must not be above edits={config.edits}"
     if not config.layers:
-        yield "layers must name at least one pattern"
+        yield "layers must name at least one block or pattern"
     if config.together > 1 and (config.updates > 1 or config.split > 1 or config.constraint not in ("kl", "none")):
         yield f"together={config.together} needs updates=1, split=1 and the constraint kl or none"
 
