@@ -21,6 +21,7 @@ from factpatch.scope import FALSE_MATCHES, Scope, predict_scoped
 Group = Sequence[Revision]
 Measure = Callable[[Examiner, Sequence[Patch], Group], list[Examined]]
 MAX_OTHERS = 2000  # maximum number of inputs that a merge or a scope is fitted to
+MAX_REFINED = 20_000  # the same for refining, which protects only inputs about subjects that it sees
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ def by_sum(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
 
 def by_solve(model: TaskModel, others: Group, options: MergeOptions) -> Measure:
     """Merges the patches of a group by least squares, with `others` as the ordinary inputs."""
-    known = {revision.input: revision.prediction for revision in others[:MAX_OTHERS]}
-    covariance = Covariance.compute(model, known, known)
+    known = {revision.input: revision.prediction for revision in others[:MAX_REFINED]}
+    covariance = Covariance.compute(model, list(known)[:MAX_OTHERS], known)
 
     def measure(examiner: Examiner, patches: Sequence[Patch], group: Group) -> list[Examined]:
         patch = merge(model, patches, covariance=covariance, mode=options.mode)
