@@ -133,21 +133,22 @@ def bench_train(
         ways["compiled_limit"] = lambda: [
             forward_and_back(model, compiled, rows) for part in parts for rows in part.row_groups
         ]
-        ways["compiled_limit"]()
         torch.cuda.reset_peak_memory_stats(model.device)
     medians: dict[str, float] = {}
     memory: int | None = None
+    recorded = bool(learner.graphed.graphs)
     for number, (name, way) in enumerate(ways.items()):  # one by one, because training does not alternate
         medians |= _medians({name: way}, model.device, repeats, _part(on_progress, number, len(ways)))
         if name == "step" and model.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(model.device)
+            learner.graphed.release()  # the other ways need the memory
     limit = min(medians["limit"], medians.get("compiled_limit", medians["limit"]))
     with torch.no_grad():
         factor_bytes = _nbytes(editor.update(model, parts[0].edit_batch)) * len(parts)
     return {
         **_rates(edits, medians["step"], medians["reference"], limit),
         "prepare_seconds": prepared,
-        "recorded": bool(learner.graphed.graphs),
+        "recorded": recorded,
         "parts": len(parts),
         "memory_bytes": memory,
         "model_parameters": model.model.num_parameters(),
