@@ -21,7 +21,7 @@ from factpatch.covariance import Covariance
 from factpatch.data.revisions import Revision
 from factpatch.deltas import Dense, LowRank
 from factpatch.editors import EditMethod
-from factpatch.errors import FactpatchError, FileError, InputError, MismatchError
+from factpatch.errors import FactpatchError, FileError, InputError, LedgerInUseError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.ledger import Ledger
 from factpatch.ledger_store import Store
@@ -266,7 +266,7 @@ def test_damage_and_locks_are_noticed(ledger: Ledger, model: TaskModel, tmp_path
     ledger.store.db.execute("PRAGMA busy_timeout = 10")
     with sqlite3.connect(tmp_path / "facts.db", isolation_level=None) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(FileError, match="in use by another process"):
+        with pytest.raises(LedgerInUseError, match="in use by another process"):
             ledger.remove(fact.id)
         other.execute("ROLLBACK")
         other.execute("UPDATE token_rows SET tensors = zeroblob(length(tensors))")

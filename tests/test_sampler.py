@@ -84,6 +84,21 @@ def test_inputs_about_the_edited_fact_are_no_control_inputs(known: list[Revision
     assert len({about[n] for n in together}) == len(together)
 
 
+def test_what_asks_for_the_edited_fact(known: list[Revision]) -> None:
+    """It is known by its text: a record that names no fact may have the input of one that does."""
+    facts = [replace(r, subject="subject", relation=f"relation {i % 2}") for i, r in enumerate(known[:6])]
+    unnamed = [replace(r, id=f"{r.id}'", input=f"{r.input.upper()} ?!", rephrases=()) for r in known[3:9]]
+    records = [*facts, *unnamed]
+    sampler = Sampler(records, TrainConfig())
+    everyone = np.arange(len(records))
+    found = sampler.is_own_form(everyone, np.broadcast_to(everyone, (len(records), len(records))))
+    for number, record in enumerate(records):
+        about = [r for r in facts if number < len(facts) and r.relation == record.relation]
+        own = own_forms(record) | {normalize(r.input) for r in about}
+        assert found[number].tolist() == [normalize(r.input) in own for r in records]
+    assert found[1, 6], "record 6 has the input of record 3, which asks for the fact of record 1"
+
+
 def test_paraphrases_of_the_edited_input_are_no_control_inputs(known: list[Revision]) -> None:
     """A paraphrase that has a record of its own asks for the edited fact itself."""
     records = [

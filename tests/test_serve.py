@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import zipfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,16 @@ def test_errors_say_nothing_about_files(service: Service, client: TestClient, mo
 
         monkeypatch.setattr(service._ledger, "facts", fail)
         problem(client.get("/api/facts"), 500, "see its log")
+
+
+def test_a_ledger_in_use(service: Service, client: TestClient, model: TaskModel, tmp_path: Path) -> None:
+    """The status says that another try may work; the message says nothing about files."""
+    address = f"/api/facts/{accepted(client, model)['id']}"
+    service._worker.call(lambda: service._ledger.store.db.execute("PRAGMA busy_timeout = 10")).result()
+    with closing(sqlite3.connect(tmp_path / "facts.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        problem(client.delete(address), 503, "see its log")
+    assert client.delete(address).json()["status"] == "removed"
 
 
 def test_the_reference_needs_nothing_from_elsewhere(client: TestClient) -> None:

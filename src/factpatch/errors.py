@@ -21,6 +21,10 @@ class FileError(FactpatchError):
     """A file that is missing, damaged or cannot be written."""
 
 
+class LedgerInUseError(FileError):
+    """A ledger that another process is writing to. It can be used again when that process is done."""
+
+
 class DeviceError(FactpatchError):
     """A device that this machine does not have."""
 

@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from factpatch.deltas import Delta
-from factpatch.errors import FileError, InputError
+from factpatch.errors import FileError, InputError, LedgerInUseError
 from factpatch.facts import FactEdit, normalize
 from factpatch.patch import Patch, deltas_from
 
@@ -135,7 +135,8 @@ class Store:
         except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite quotes damaged names in its messages
             reason = str(error)
             if "locked" in reason or "busy" in reason:
-                raise FileError(f"{self.path} is in use by another process; try again when it is done") from error
+                message = f"{self.path} is in use by another process; try again when it is done"
+                raise LedgerInUseError(message) from error
             if "unable to open" in reason or "readonly" in reason:
                 raise FileError(f"cannot open {self.path}: {reason}; check the path and its permissions") from error
             if "full" in reason or "I/O" in reason:

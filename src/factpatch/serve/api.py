@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from factpatch import __version__
-from factpatch.errors import FactpatchError, FileError, InputError
+from factpatch.errors import FactpatchError, InputError, LedgerInUseError
 from factpatch.serve import schemas
 from factpatch.serve.guard import problem
 from factpatch.serve.proposals import UnknownError
@@ -173,8 +173,8 @@ async def _explain(request: Request, error: Exception) -> JSONResponse:
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), None)
     if status is None:  # such as a FileError, whose message may name files of this machine
         log.error("%s", error)
-        busy = isinstance(error, FileError) and "in use" in str(error)
-        return problem(503 if busy else 500, "the service could not do this; see its log")
+        in_use = isinstance(error, LedgerInUseError)
+        return problem(503 if in_use else 500, "the service could not do this; see its log")
     headers = {"Retry-After": str(RETRY_SECONDS)} if status == 503 else None
     return problem(status, str(error), headers)
 

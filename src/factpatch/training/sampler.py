@@ -61,11 +61,11 @@ class Sampler:
         self.near: Indices | None = None  # (revisions, look-alikes)  indices in the pool, for `near`
         forms = {form: i for i, form in enumerate(dict.fromkeys(normalize(r.input) for r in revisions))}
         self.forms = np.array([forms[normalize(r.input)] for r in revisions])  # equal inputs have equal numbers
-        texts = [
-            own_forms(r) | same_fact for r, same_fact in zip(revisions, _inputs_of_same_fact(revisions), strict=True)
-        ]
-        own = [(i, forms[form]) for i, known in enumerate(texts) for form in known if form in forms]
-        self.own_forms = np.sort([i * len(forms) + form for i, form in own])  # pairs of revision and form
+        facts, inputs = _facts_of(revisions)
+        self.facts = len(revisions) + np.array(facts)  # (revisions,)  the owners of forms are revisions, then facts
+        owned = [own_forms(r) - inputs[fact] for r, fact in zip(revisions, facts, strict=True)] + inputs
+        own = [(owner, forms[form]) for owner, texts in enumerate(owned) for form in texts if form in forms]
+        self.own_forms = np.sort([owner * len(forms) + form for owner, form in own])  # pairs of owner and form
         self.form_count = len(forms)
         self._check_controls()
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a step lies in one epoch or at the border of two
@@ -83,8 +83,9 @@ class Sampler:
     def _check_controls(self) -> None:
         """Checks that each edit has a control input that is not one of its own forms."""
         in_pool = np.unique(self.forms[self.pool])
-        revisions, forms = np.divmod(self.own_forms, self.form_count)
-        own = np.bincount(revisions[np.isin(forms, in_pool)], minlength=len(self.forms))
+        owners, forms = np.divmod(self.own_forms, self.form_count)
+        counts = np.bincount(owners[np.isin(forms, in_pool)], minlength=self.facts.max() + 1)
+        own = counts[: len(self.facts)] + counts[self.facts]  # no form is both the revision's and its fact's
         if self.config.controls_per_edit and own.max() == len(in_pool):
             raise InputError(
                 "expected at least two different inputs to train on, neither a paraphrase of the other, found one;"
@@ -159,8 +160,15 @@ class Sampler:
         return self.is_own_form(edited, controls)
 
     def is_own_form(self, edited: Indices, controls: Indices) -> NDArray[np.bool_]:
-        """Returns a mask of control inputs that are their edit's input or a paraphrase of it: (edits, controls)."""
-        pairs = edited[:, None] * self.form_count + self.forms[controls]
+        """Returns a mask of control inputs that ask for their edit's fact: (edits, controls).
+
+        They are paraphrases of its input, or inputs of revisions with its subject and relation.
+        """
+        return self._owns(edited, controls) | self._owns(self.facts[edited], controls)
+
+    def _owns(self, owners: Indices, controls: Indices) -> NDArray[np.bool_]:
+        """Returns a mask of control inputs that are forms of a revision or of a fact: (owners, controls)."""
+        pairs = owners[:, None] * self.form_count + self.forms[controls]
         found = np.searchsorted(self.own_forms, pairs)
         return self.own_forms[np.minimum(found, len(self.own_forms) - 1)] == pairs
 
@@ -176,9 +184,12 @@ class Sampler:
         return np.array(kept)
 
     def _forms_of(self, revision: int) -> Indices:
-        """Returns the numbers of a revision's own forms."""
-        bounds = np.searchsorted(self.own_forms, [revision * self.form_count, (revision + 1) * self.form_count])
-        return self.own_forms[slice(*bounds)] - revision * self.form_count
+        """Returns the numbers of a revision's own forms and of those of its fact."""
+        return np.concatenate([self._owned_by(owner) for owner in (revision, self.facts[revision])])
+
+    def _owned_by(self, owner: int) -> Indices:
+        bounds = np.searchsorted(self.own_forms, [owner * self.form_count, (owner + 1) * self.form_count])
+        return self.own_forms[slice(*bounds)] - owner * self.form_count
 
     def _edited_at(self, step: int) -> Indices:
         """Returns the revisions edited by a step. Each epoch edits every revision once, in its own random order."""
@@ -194,17 +205,19 @@ class Sampler:
         return np.random.default_rng([self.config.seed, EPOCH, epoch]).permutation(self.editable)
 
 
-def _inputs_of_same_fact(revisions: Sequence[Revision]) -> list[frozenset[str]]:
-    """Returns, for each revision, the inputs of all revisions with its subject and relation, if it names both.
+def _facts_of(revisions: Sequence[Revision]) -> tuple[list[int], list[set[str]]]:
+    """Returns the number of each revision's fact, and each fact's normalised inputs.
 
-    They ask for the same fact in other words, so that their answers may change with it.
+    Revisions with the same subject and relation ask for the same fact in other words, so that their answers may change
+    with it. A revision that does not name both has a fact of its own.
     """
-    inputs: dict[tuple[str | None, str | None], frozenset[str]] = {}
-    for r in revisions:
-        if r.subject and r.relation:
-            fact = (r.subject, r.relation)
-            inputs[fact] = inputs.get(fact, frozenset()) | {normalize(r.input)}
-    return [inputs.get((r.subject, r.relation), frozenset()) for r in revisions]
+    names = [(r.subject, r.relation) if r.subject and r.relation else i for i, r in enumerate(revisions)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    facts = [numbers[name] for name in names]
+    inputs: list[set[str]] = [set() for _ in numbers]
+    for r, fact in zip(revisions, facts, strict=True):
+        inputs[fact].add(normalize(r.input))
+    return facts, inputs
 
 
 def training_paraphrases(revision: Revision, config: TrainConfig) -> tuple[str, ...]:
