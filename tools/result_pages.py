@@ -123,9 +123,9 @@ class Pages:
         tried = [(other, found["result"]) for other in self.plan.tried(step) if (found := self._record(other.key))]
         if not tried:
             return ""
-        shown = ("success", "retain", "equivalence", "equivalence_human")
+        shown = ("success", "retain", "retain_neighbours", "equivalence", "equivalence_human")
         keys = [key for key in shown if any(result.get(key) is not None for _, result in tried)]
-        lines = [[*other.values.values(), *_texts({key: result[key] for key in keys})] for other, result in tried]
+        lines = [[*other.values.values(), *(_rate(result.get(key)) for key in keys)] for other, result in tried]
         best = max(tried, key=lambda pair: sum(pair[1].get(key) or 0 for key in step.by))[0]
         title = f"`{name}`, by {' + '.join(step.by)}; chosen: {', '.join(best.values.values())}."
         return f"{title}\n\n{_grid([*best.values, *keys], lines)}"
@@ -228,6 +228,10 @@ def _conditions(rows: Sequence[Row]) -> str:
     when = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
     model, precision = first["summary"]["model_kind"], first["summary"]["precision"]
     return f"Rates in %. All of our rows: {model}, {sizes}, {precision}, {machines}, {versions}, {when}."
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _texts(values: dict[str, Any]) -> list[str]:

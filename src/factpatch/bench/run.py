@@ -118,29 +118,31 @@ def bench_train(
         objective = Objective(model, config, kept_features(model, whole))
     learner = Learner(editor, config, objective, accelerator)
     optimizer = torch.optim.RMSprop(editor.parameters(), lr=config.lr, centered=True)
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(model.device)
     start = time.perf_counter()
     parts = _fitting_parts(learner, whole, edits)
     for _ in range(2):  # the first step runs kernel by kernel, the second is recorded as a CUDA graph
         learner.step(parts)
     prepared = time.perf_counter() - start
+    # Read here, because replaying a recorded step allocates nothing.
+    memory = torch.cuda.max_memory_allocated(model.device) if on_gpu else None
     ways: dict[str, Way] = {
         "step": lambda: learner.step(parts),
         "reference": lambda: published_step(editor, model, one, features_of_one, optimizer),
         "limit": lambda: [forward_and_back(model, model.model, rows) for part in parts for rows in part.row_groups],
     }
-    if model.device.type == "cuda":
+    if on_gpu:
         compiled = torch.compile(model.model)
         ways["compiled_limit"] = lambda: [
             forward_and_back(model, compiled, rows) for part in parts for rows in part.row_groups
         ]
-        torch.cuda.reset_peak_memory_stats(model.device)
     medians: dict[str, float] = {}
-    memory: int | None = None
     recorded = bool(learner.graphed.graphs)
     for number, (name, way) in enumerate(ways.items()):  # one by one, because training does not alternate
         medians |= _medians({name: way}, model.device, repeats, _part(on_progress, number, len(ways)))
-        if name == "step" and model.device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(model.device)
+        if name == "step" and on_gpu:
             learner.graphed.release()  # the other ways need the memory
     limit = min(medians["limit"], medians.get("compiled_limit", medians["limit"]))
     with torch.no_grad():
