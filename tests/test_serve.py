@@ -375,7 +375,7 @@ def test_a_ledger_in_use(service: Service, client: TestClient, model: TaskModel,
     service._worker.call(lambda: service._ledger.store.db.execute("PRAGMA busy_timeout = 10")).result()
     with closing(sqlite3.connect(tmp_path / "facts.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        problem(client.delete(address), 503, "see its log")
+        problem(client.delete(address), 503, "another program uses the ledger; try again")
     assert client.delete(address).json()["status"] == "removed"
 
 

@@ -42,6 +42,7 @@ class Row:
     label: str
     paper: Sequence[float | None]  # the published figures, by column
     records: list[Record]
+    planned: int  # number of seeds
 
     def results(self, facts: int | None = None) -> list[Record]:
         """Returns the results of all seeds, for single edits or for `facts` facts edited together."""
@@ -93,7 +94,7 @@ class Pages:
                 f"experiment {experiment.name}: a table names the step {row['step']}, which does not exist; correct it"
             )
         found = [record for step in steps if (record := self._record(step.key))]
-        return Row(row["label"], row.get("paper", ()), found)
+        return Row(row["label"], row.get("paper", ()), found, len(steps))
 
     def _record(self, key: str) -> Record:
         path = self.runs / f"{key}.json"
@@ -227,7 +228,9 @@ def _conditions(rows: Sequence[Row]) -> str:
     versions = " and ".join(sorted({f"torch {r['versions']['torch']}" for r in records}))
     when = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
     model, precision = first["summary"]["model_kind"], first["summary"]["precision"]
-    return f"Rates in %. All of our rows: {model}, {sizes}, {precision}, {machines}, {versions}, {when}."
+    fewer = [f"{row.label} {len(row.records)} of {row.planned}" for row in rows if len(row.records) < row.planned]
+    seeds = f" Seeds measured so far: {', '.join(fewer)}." if fewer else ""
+    return f"Rates in %. All of our rows: {model}, {sizes}, {precision}, {machines}, {versions}, {when}.{seeds}"
 
 
 def _rate(value: float | None) -> str:

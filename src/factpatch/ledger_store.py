@@ -24,6 +24,7 @@ from factpatch.patch import Patch, deltas_from
 VERSION = 1  # of the file format, stored as SQLite's user_version
 APPLICATION = 0x46504C31  # SQLite's application_id, which marks a file as a ledger
 LOCK_SECONDS = 60.0  # how long to wait for another process that is writing
+IN_USE = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -134,7 +135,7 @@ class Store:
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite quotes damaged names in its messages
             reason = str(error)
-            if "locked" in reason or "busy" in reason:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in IN_USE:  # its lowest byte is the kind of error
                 message = f"{self.path} is in use by another process; try again when it is done"
                 raise LedgerInUseError(message) from error
             if "unable to open" in reason or "readonly" in reason:

@@ -21,7 +21,7 @@ from factpatch.scope import FALSE_MATCHES, Scope, predict_scoped
 Group = Sequence[Revision]
 Measure = Callable[[Examiner, Sequence[Patch], Group], list[Examined]]
 MAX_OTHERS = 2000  # maximum number of inputs that a merge or a scope is fitted to
-MAX_REFINED = 20_000  # the same for refining, which protects only inputs about subjects that it sees
+MAX_REFINED = 20_000  # maximum number of inputs that refining protects; it protects only what it sees
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         404: "There is no such proposal or fact.",
         422: "The request cannot be used.",
         429: "Too many requests from this client.",
-        503: "Too many requests are waiting.",
+        503: "Too many requests are waiting, or another program uses the ledger.",
     }.items()
 }
-STATUS: dict[type[FactpatchError], int] = {UnknownError: 404, InputError: 422, BusyError: 503}
+STATUS: dict[type[FactpatchError], int] = {UnknownError: 404, InputError: 422, BusyError: 503, LedgerInUseError: 503}
+SEE_LOG = "the service could not do this; see its log"
 
 log = logging.getLogger("factpatch.serve")
 
@@ -170,13 +171,13 @@ def _file(content: bytes, name: str) -> Response:
 
 
 async def _explain(request: Request, error: Exception) -> JSONResponse:
-    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), None)
-    if status is None:  # such as a FileError, whose message may name files of this machine
+    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
+    message = str(error)
+    if isinstance(error, LedgerInUseError) or status == 500:  # the message may name files of this machine
         log.error("%s", error)
-        in_use = isinstance(error, LedgerInUseError)
-        return problem(503 if in_use else 500, "the service could not do this; see its log")
+        message = "another program uses the ledger; try again" if status == 503 else SEE_LOG
     headers = {"Retry-After": str(RETRY_SECONDS)} if status == 503 else None
-    return problem(status, str(error), headers)
+    return problem(status, message, headers)
 
 
 async def _explain_request(request: Request, error: Exception) -> JSONResponse:
