@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,26 @@ def test_an_error_stops_only_the_steps_that_need_it(bench: Bench, capsys: pytest
     assert bench.outputs == ["editor-1", "dev-editor-1", "report"]
     assert bench.commands[0][-2:] == ["--resume", "--json"]
     assert bench.record("editor-1")["resumed"]
+
+
+class Crowded(Bench):
+    """A bench whose first command of the kind that fails finds too little memory, but not when it is run again."""
+
+    def call(self, words: Sequence[str], log: Path) -> str:
+        try:
+            return super().call(words, log)
+        except FileError:
+            self.failing = None
+            raise
+
+
+def test_steps_without_memory_are_run_again_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Crowded(tmp_path)
+    bench.failing = "1"  # the seed
+    assert bench.run("--jobs", "2") == 0
+    assert bench.outputs.count("editor-1") == 2
+    assert set(ROWS) < set(bench.outputs)
+    assert "running the steps that failed again, one at a time" in capsys.readouterr().out
 
 
 def test_a_result_is_not_shown_after_its_step_has_failed(bench: Bench) -> None:

@@ -37,6 +37,7 @@ from factpatch.files import atomic_file, content_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 130  # exit status after Ctrl-C
+NO_MEMORY = "out of memory"  # in the error of a command
 RESUMES_ITSELF = ("evaluate", "paraphrase", "revise")
 RESUMES_ON_REQUEST = ("fit", "train")
 Call = Callable[[Sequence[str], Path], str]
@@ -63,6 +64,15 @@ class Runner:
         self.outcomes: dict[str, str] = {}  # by step: skipped, done, failed, blocked; in a dry run also run, resume
         self.errors: dict[str, str] = {}  # by step that failed
         self.hashes: dict[Path, str] = {}
+
+    def run_sharing(self, steps: Sequence[Step], jobs: int) -> None:
+        """Runs up to `jobs` steps at a time, and then those again, one at a time, that found too little memory."""
+        self.run(steps, jobs)
+        if jobs > 1 and any(NO_MEMORY in error for error in self.errors.values()):
+            print("memory ran out; running the steps that failed again, one at a time", flush=True)
+            self.outcomes.clear()
+            self.errors.clear()
+            self.run(steps)
 
     def run(self, steps: Sequence[Step], jobs: int = 1, dry: bool = False) -> None:
         """Runs steps after those that they need. The error of one step stops only the steps that need it."""
@@ -281,10 +291,11 @@ def main(arguments: Sequence[str] | None = None, call: Call = call_factpatch) ->
             for step in steps:
                 print(step.key)
             return 0
-        if not options.pages:
-            runner.run(steps, 1 if options.dry_run else options.jobs, options.dry_run)
         if options.dry_run:
+            runner.run(steps, dry=True)
             return 0
+        if not options.pages:
+            runner.run_sharing(steps, options.jobs)
         for experiment in {step.experiment: experiments[step.experiment] for step in steps}.values():
             runner.publish(experiment, options.docs / "results" / "runs")
         write_pages(plan, experiments.values(), options.docs)
