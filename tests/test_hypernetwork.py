@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from factpatch.deltas import Delta, LowRank, scaled
 from factpatch.editors import EditorConfig, GradientStep, HyperNetwork, Looped, load_editor
 from factpatch.editors.hypernetwork import first_of_last_blocks
 from factpatch.editors.looped import PARTS, add_best_part
+from factpatch.engine import edited
 from factpatch.errors import FileError, InputError, MismatchError
 from factpatch.facts import FactEdit
 from factpatch.models import TaskModel, editable_layers, load_model
-from factpatch.patch import Patch, weight_shape
+from factpatch.patch import Patch, stack_patches, weight_shape
 
 _halves = {
     f"{s}_{k}": n
@@ -165,6 +167,21 @@ def test_loop_leaves_edits_alone_that_took_at_once(bart: TaskModel) -> None:
     reached = FactEdit(edit.x, "paris", "gitega")
     (again,) = _always_right(editor, bart, reached)
     assert again.rank == once.rank
+
+
+def test_a_sure_loop_updates_edits_until_they_are_likely() -> None:
+    model, editor = load_model("world", "cpu"), load_editor("world")
+    asked = {"What is the capital of Kenya?": "Brounex Dai", "What is the capital of Peru?": "Klu"}
+    edits = [FactEdit(x, a) for x, a in asked.items()]
+    plain, sure = (Looped(editor, sure=most).propose(model, edits) for most in (math.inf, 1e-3))
+    rows = model.rows([edit.x for edit in edits], [edit.a for edit in edits])
+    losses = []
+    for patches in (plain, sure):
+        with edited(model.layers, stack_patches(patches, model.layers)), torch.no_grad():
+            losses.append(model.losses(rows))
+    assert (losses[1] < losses[0]).all()
+    assert Looped(editor, sure=1e-3).describe(model)["sure"] == 1e-3
+    assert "sure" not in Looped(editor).describe(model)
 
 
 def _always_right(editor: HyperNetwork, model: TaskModel, edit: FactEdit) -> list[Patch]:

@@ -19,7 +19,7 @@ from world_typing import Typist, questions_to_check, trained_wording
 from factpatch import world
 from factpatch.data.revisions import Revision, editable
 from factpatch.demo import control_facts, counterfactual, outdated, with_neighbours
-from factpatch.editors import EditMethod, Looped, load_editor
+from factpatch.editors import SURE, EditMethod, Looped, load_editor
 from factpatch.evaluation.measure import measure
 from factpatch.facts import same
 from factpatch.metrics import Outcome, accuracy, summary
@@ -136,7 +136,7 @@ class Check:
         changes, made_up = outdated(model), counterfactual(model, options.counterfactual, options.seed)
         controls = control_facts(model, options.seed, options.controls)
         outcomes = self._outcomes(self.editor, changes + made_up, controls)
-        looped = self._outcomes(Looped(self.editor), changes + made_up, controls[:2])
+        looped = self._outcomes(Looped(self.editor, sure=SURE), changes + made_up, controls[:2])
         for name, part in (("changes", outcomes[: len(changes)]), ("counterfactual", outcomes[len(changes) :])):
             yield from ((f"{name}_{label}", summary(part)[key]) for key, label in RATES.items())
         yield from ((label, summary(outcomes)[key]) for key, label in RATES.items())
@@ -170,7 +170,7 @@ class Check:
         ]
         edits = with_neighbours(self.model, editable(self.model, revisions))
         yield f"{name}_edits", len(edits)
-        for kind, method in (("", self.editor), ("loop_", Looped(self.editor))):
+        for kind, method in (("", self.editor), ("loop_", Looped(self.editor, sure=SURE))):
             found = summary(self._outcomes(method, edits, self.controls))
             for key, label in (*RATES.items(), ("equivalence_human", "equivalence_typed")):
                 yield f"{name}_{kind}{label}", found[key]

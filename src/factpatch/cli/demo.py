@@ -53,13 +53,13 @@ def demo(
     max_updates = max_updates or (MAX_UPDATES if fact else 1)
     with common.working("loading"):
         from factpatch import demo as world_demo
-        from factpatch.editors import Looped, load_editor
+        from factpatch.editors import SURE, Looped, load_editor
 
         common.prepare(seed)
         imported = time.perf_counter()
         model = common.load("world", device, seed)
         trained = load_editor("world", model.device)
-        editor = Looped(trained, max_updates)
+        editor = Looped(trained, max_updates, SURE)
         loaded = time.perf_counter()
         revision, known = world_demo.own_fact(model, *fact) if fact else (None, True)
         revisions = [revision] if revision else world_demo.outdated(model)

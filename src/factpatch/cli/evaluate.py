@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,14 @@ def evaluate(
     edits: Annotated[int | None, at_least(1, "Number of edits to sample. Default: all.")] = None,
     retain: Annotated[int | None, at_least(1, "Number of control inputs to sample. Default: all.")] = None,
     loop: Annotated[bool, typer.Option("--loop", help="Repeat an editor's update until the edit succeeds.")] = False,
+    sure: Annotated[
+        bool,
+        typer.Option(
+            "--sure",
+            help="With --loop: also repeat it until the new answer is likely, as `edit` does. More paraphrases then "
+            "get the new answer.",
+        ),
+    ] = False,
     max_updates: Annotated[
         int | None, at_least(1, "Maximum updates per edit. Default: 5 with --loop, otherwise 1.")
     ] = None,
@@ -147,6 +156,8 @@ def evaluate(
     Example: factpatch evaluate --model runs/qa --editor runs/qa-editor --data dev.jsonl --output runs/qa-dev
     """
     updates = max_updates or (MAX_UPDATES if loop else 1)
+    if sure and updates == 1:
+        raise typer.BadParameter("--sure repeats updates; add --loop")
     check_options(method, editor, layers, bound, select, valid, updates, ridge)
     options = parse_options(setting, method, editor, select)
     sizes = parse_sizes(together)
@@ -186,7 +197,7 @@ def evaluate(
             left = to_choose_on if to_choose_on is not None else _without(revisions, sample)
             chosen, tried = _selected(task_model, method == "zhu", layers or "all", left, targets, seed)
         else:
-            chosen = _method(task_model, method, editor, {"layers": layers, "bound": bound, **options}, updates)
+            chosen = _method(task_model, method, editor, {"layers": layers, "bound": bound, **options}, updates, sure)
             chosen = _fitted(chosen, task_model, unused, ridge)
         settings = {"model": model, "editor": editor, "data": data, "valid": valid, "seed": seed, "targets": targets}
         settings |= {"others": others} if others or joint or ridge is not None else {}
@@ -206,16 +217,16 @@ def evaluate(
 
 
 def _method(
-    model: TaskModel, method: str | None, editor: str | None, options: dict[str, Any], updates: int
+    model: TaskModel, method: str | None, editor: str | None, options: dict[str, Any], updates: int, sure: bool
 ) -> EditMethod:
-    from factpatch.editors import Looped, create_method, load_editor
+    from factpatch.editors import SURE, Looped, create_method, load_editor
 
     if editor is None:
         return create_method(str(method), **options)
     loaded = load_editor(editor, model.device)
     if method not in (None, loaded.name):
         raise InputError(f"{editor} holds an editor of the kind {loaded.name}, not {method}; leave --method out")
-    return Looped(loaded, updates) if updates > 1 else loaded
+    return Looped(loaded, updates, SURE if sure else math.inf) if updates > 1 else loaded
 
 
 def _without(revisions: Iterable[Revision], used: list[Revision]) -> list[Revision]:

@@ -111,7 +111,7 @@ def add(
 
         task_model = common.load(model, device, seed, template)
         with Ledger(ledger, task_model) as opened:
-            chosen = load_method(task_model, editor, method, options)
+            chosen = load_method(task_model, editor, method, options, sure=False)  # small patches merge better
             chosen = fit_method(chosen, task_model, others, max_others)
             added = opened.add(chosen, edits, {str(input): paraphrase or []}, note)
             lost = [verdict.fact.id for verdict in opened.verify(facts=added).verdicts if not verdict.holds]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,14 +40,22 @@ def check_method(editor: str | None, method: str | None, settings: list[str] | N
 
 
 def load_method(
-    model: TaskModel, editor: str | None, method: str | None, options: dict[str, Any], max_updates: int = MAX_UPDATES
+    model: TaskModel,
+    editor: str | None,
+    method: str | None,
+    options: dict[str, Any],
+    max_updates: int = MAX_UPDATES,
+    sure: bool = True,
 ) -> EditMethod:
-    """Loads an editor that repeats its update until an edit succeeds, or creates a method without training."""
-    from factpatch.editors import Looped, create_method, load_editor
+    """Loads an editor that repeats its update until an edit succeeds, or creates a method without training.
+
+    Without `sure`, the editor stops as soon as the edit succeeds.
+    """
+    from factpatch.editors import SURE, Looped, create_method, load_editor
 
     if editor is None:
         return create_method(str(method), **options)
-    return Looped(load_editor(editor, model.device), max_updates)
+    return Looped(load_editor(editor, model.device), max_updates, SURE if sure else math.inf)
 
 
 def fit_method(method: EditMethod, model: TaskModel, others: Path | None, most: int) -> EditMethod:

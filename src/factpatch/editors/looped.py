@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,15 +21,21 @@ from factpatch.models.rows import in_batches
 from factpatch.patch import Patch, stack_patches
 
 MAX_UPDATES = 5
+SURE = 0.1  # loss at which an edit is sure: the target's tokens have probabilities of about 0.9
 PARTS = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)  # fractions of a repeated update that are tried
 
 
 @dataclass(frozen=True)
 class Looped(EditMethod):
-    """Updates each edit until it succeeds, at most `updates` times. All updates of an edit end up in one patch."""
+    """Updates each edit until it succeeds, at most `updates` times. All updates of an edit end up in one patch.
+
+    With `sure`, an edit that succeeds is also updated again while its loss is above that. More paraphrases then get the
+    new answer, and a few more other answers change.
+    """
 
     editor: TrainableEditor
     updates: int = MAX_UPDATES
+    sure: float = math.inf
 
     def __post_init__(self) -> None:
         if self.updates < 1:
@@ -42,7 +49,8 @@ class Looped(EditMethod):
         return self.editor.edits_per_batch(model)
 
     def describe(self, model: TaskModel) -> dict[str, Any]:
-        return {**self.editor.describe(model), "loop": self.updates}
+        sure = {"sure": self.sure} if self.sure < math.inf else {}
+        return {**self.editor.describe(model), "loop": self.updates, **sure}
 
     def propose(self, model: TaskModel, edits: Sequence[FactEdit]) -> list[Patch]:
         edits = model.resolve(edits)
@@ -50,20 +58,41 @@ class Looped(EditMethod):
         pending = list(range(len(edits)))
         for _ in range(self.updates - 1):
             answers = model.predict_patched([patches[i] for i in pending], [edits[i].x for i in pending])
-            failed = [(i, answer) for i, answer in zip(pending, answers, strict=True) if not same(answer, edits[i].a)]
-            pending = [i for i, _ in failed]
-            for batch in in_batches(failed, self.edits_per_batch(model)):
+            succeeded = {i for i, answer in zip(pending, answers, strict=True) if same(answer, edits[i].a)}
+            losses = self._losses(model, [(edits[i], patches[i]) for i in pending])
+            again = [
+                (i, answer, loss)
+                for i, answer, loss in zip(pending, answers, losses, strict=True)
+                if i not in succeeded or loss > self.sure
+            ]
+            pending = []
+            for batch in in_batches(again, self.edits_per_batch(model)):
                 # The editor reads the updated model's answer as the prediction.
-                failed_edits = [replace(edits[i], y=answer) for i, answer in batch]
-                before = [patches[i] for i, _ in batch]
-                under = stack_patches(before, model.layers)
-                stacks = self.editor.update(model, self.editor.batch(model, failed_edits), under)
-                extended = add_best_part(model, failed_edits, before, self.editor.patches(failed_edits, stacks))
-                for (i, _), patch in zip(batch, extended, strict=True):
-                    patches[i] = patch
+                chosen = [replace(edits[i], y=answer) for i, answer, _ in batch]
+                before = [patches[i] for i, _, _ in batch]
+                stacks = self.editor.update(
+                    model, self.editor.batch(model, chosen), stack_patches(before, model.layers)
+                )
+                extended = add_best_part(model, chosen, before, self.editor.patches(chosen, stacks))
+                after = self._losses(model, list(zip(chosen, extended, strict=True)))
+                for (i, _, loss), patch, loss_after in zip(batch, extended, after, strict=True):
+                    if i not in succeeded or loss_after < loss:  # an edit that succeeds must not get worse
+                        patches[i] = patch
+                        pending.append(i)
             if not pending:
                 break
         return patches
+
+    def _losses(self, model: TaskModel, patched: Sequence[tuple[FactEdit, Patch]]) -> list[float]:
+        """Returns the loss of each edit under its patch. Without `sure` they are not needed, and 0 is returned."""
+        if self.sure == math.inf:
+            return [0.0] * len(patched)
+        losses: list[float] = []
+        for batch in in_batches(patched, self.edits_per_batch(model)):
+            rows = model.rows([edit.x for edit, _ in batch], [edit.a for edit, _ in batch])
+            with edited(model.layers, stack_patches([patch for _, patch in batch], model.layers)):
+                losses += model.losses(rows).tolist()
+        return losses
 
 
 def add_best_part(

@@ -10,7 +10,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from factpatch.editors import EditMethod, Looped, TrainableEditor
+from factpatch.editors import SURE, EditMethod, Looped, TrainableEditor
 from factpatch.errors import FactpatchError, InputError
 from factpatch.export import check_rank
 from factpatch.facts import FactEdit, normalize, same
@@ -68,7 +68,7 @@ class Service:
         limits: Limits | None = None,
     ):
         self.model, self.questions, self.limits = model, questions, limits or Limits()
-        self.editor = Looped(editor) if isinstance(editor, TrainableEditor) else editor
+        self.editor = Looped(editor, sure=SURE) if isinstance(editor, TrainableEditor) else editor
         self.proposals = Proposals(self.limits)
         self._worker = Worker(self.limits.queue)
         self._asks = Handler(self._answer_all, ASKS_PER_BATCH, urgent=True)
