@@ -32,7 +32,9 @@ def demo(
     ] = False,
     max_updates: Annotated[
         int | None,
-        at_least(1, "Repeat the update until the edit succeeds, at most N times. Default: 5 with --fact, otherwise 1."),
+        at_least(
+            1, "Repeat the update until the new answer is likely, at most N times. Default: 5 with --fact, otherwise 1."
+        ),
     ] = None,
     device: Device = None,
     seed: Seed = 0,

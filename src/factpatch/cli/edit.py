@@ -39,7 +39,7 @@ def edit(
     target: Target = None,
     facts: Facts = None,
     max_updates: Annotated[
-        int, at_least(1, "Repeat the update until the edit succeeds, at most N times. 1 makes a single update.")
+        int, at_least(1, "Repeat the update until the new answer is likely, at most N times. 1 makes a single update.")
     ] = MAX_UPDATES,
     others: ProtectedInputs = None,
     max_others: MaxOthers = MAX_OTHERS,
