@@ -66,7 +66,7 @@ class Runner:
         self.hashes: dict[Path, str] = {}
 
     def run_sharing(self, steps: Sequence[Step], jobs: int) -> None:
-        """Runs up to `jobs` steps at a time, and then those again, one at a time, that found too little memory."""
+        """Runs up to `jobs` steps at a time. If memory ran out, those that failed are run again, one at a time."""
         self.run(steps, jobs)
         if jobs > 1 and any(NO_MEMORY in error for error in self.errors.values()):
             print("memory ran out; running the steps that failed again, one at a time", flush=True)

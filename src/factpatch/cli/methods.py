@@ -47,9 +47,9 @@ def load_method(
     max_updates: int = MAX_UPDATES,
     sure: bool = True,
 ) -> EditMethod:
-    """Loads an editor that repeats its update until an edit succeeds, or creates a method without training.
+    """Loads an editor that repeats its update until the new answer is likely, or creates a method without training.
 
-    Without `sure`, the editor stops as soon as the edit succeeds.
+    Without `sure`, the editor stops as soon as an edit succeeds.
     """
     from factpatch.editors import SURE, Looped, create_method, load_editor
 

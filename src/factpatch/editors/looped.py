@@ -16,7 +16,7 @@ from factpatch.editors.trainable import TrainableEditor
 from factpatch.engine import edited
 from factpatch.errors import InputError
 from factpatch.facts import FactEdit, same
-from factpatch.models import TaskModel
+from factpatch.models import Rows, TaskModel
 from factpatch.models.rows import in_batches
 from factpatch.patch import Patch, stack_patches
 
@@ -90,8 +90,7 @@ class Looped(EditMethod):
         losses: list[float] = []
         for batch in in_batches(patched, self.edits_per_batch(model)):
             rows = model.rows([edit.x for edit, _ in batch], [edit.a for edit, _ in batch])
-            with edited(model.layers, stack_patches([patch for _, patch in batch], model.layers)):
-                losses += model.losses(rows).tolist()
+            losses += losses_under(model, rows, [patch for _, patch in batch]).tolist()
         return losses
 
 
@@ -108,7 +107,12 @@ def add_best_part(
             for patch, update in zip(patches, updates, strict=True)
         ]
         tried.append([replace(patch, deltas=deltas) for patch, deltas in zip(patches, sums, strict=True)])
-        with edited(model.layers, stack_patches(tried[-1], model.layers)):
-            losses.append(model.losses(rows))
+        losses.append(losses_under(model, rows, tried[-1]))
     best = torch.stack(losses).argmin(0).tolist()  # (edits,)
     return [tried[k][e] for e, k in enumerate(best)]
+
+
+def losses_under(model: TaskModel, rows: Rows, patches: Sequence[Patch]) -> Tensor:
+    """Returns the loss of each row under its own patch: (rows,)."""
+    with edited(model.layers, stack_patches(patches, model.layers)):
+        return model.losses(rows)
